@@ -1,0 +1,179 @@
+//! The door to the engine thread: a bounded queue of requests in, one event stream per request out, and what is known of its health.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, TrySendError};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::contract::{Event, EventStream, ModelInfo, Refused, Request};
+use crate::model::tokenizer::Tokenizer;
+
+/// What `/health` answers from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    Loading(String),
+    Ready,
+    /// Finishes what runs, accepts nothing.
+    Draining,
+    /// The engine thread is gone; the process is about to exit with an error.
+    Dead(String),
+}
+
+/// A request as the engine thread receives it.
+pub struct Submission {
+    pub request: Request,
+    pub events: UnboundedSender<Event>,
+    pub cancel: Arc<AtomicBool>,
+    pub submitted: Instant,
+}
+
+/// Shared by every clone of the handle and the engine thread.
+pub struct Shared {
+    health: Mutex<Health>,
+    waiting: AtomicUsize,
+    running: AtomicUsize,
+    stop: AtomicBool,
+}
+
+impl Shared {
+    pub fn set_health(&self, health: Health) {
+        let mut now = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        // Death is final: nothing that ends later may paint over it.
+        if !matches!(*now, Health::Dead(_)) {
+            *now = health;
+        }
+    }
+
+    pub fn health(&self) -> Health {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub fn set_running(&self, running: usize) {
+        self.running.store(running, Ordering::Relaxed);
+    }
+
+    /// The engine took a submission out of the queue (or dropped it).
+    pub fn left_queue(&self) {
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    pub fn running(&self) -> usize {
+        self.running.load(Ordering::Relaxed)
+    }
+
+    /// Set when every running request is to be aborted at the next round boundary.
+    pub fn stop_requested(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Cheap to clone; the HTTP server, `generate`, the gate and the benches all hold one.
+#[derive(Clone)]
+pub struct EngineHandle {
+    queue: Sender<Submission>,
+    shared: Arc<Shared>,
+    info: Arc<ModelInfo>,
+    tokenizer: Arc<Tokenizer>,
+}
+
+/// The engine thread's side.
+pub struct Inbox {
+    pub queue: Receiver<Submission>,
+    pub shared: Arc<Shared>,
+}
+
+impl EngineHandle {
+    /// A handle and the engine's side of it. `queue_limit` requests may wait; one more is refused.
+    pub fn new(info: ModelInfo, tokenizer: Arc<Tokenizer>, queue_limit: usize) -> (Self, Inbox) {
+        let (queue, inbox) = crossbeam_channel::bounded(queue_limit.max(1));
+        let shared = Arc::new(Shared {
+            health: Mutex::new(Health::Loading("starting".into())),
+            waiting: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+        });
+        let handle = Self { queue, shared: shared.clone(), info: Arc::new(info), tokenizer };
+        (handle, Inbox { queue: inbox, shared })
+    }
+
+    /// Queues a request. Never blocks.
+    pub fn submit(&self, request: Request) -> Result<EventStream, Refused> {
+        match self.shared.health() {
+            Health::Ready => {}
+            Health::Draining => return Err(Refused::Draining),
+            Health::Loading(what) => return Err(Refused::Dead(what)),
+            Health::Dead(why) => return Err(Refused::Dead(why)),
+        }
+        self.check(&request)?;
+        let (events, stream) = tokio::sync::mpsc::unbounded_channel();
+        let cancel = Arc::new(AtomicBool::new(false));
+        let submission = Submission { request, events, cancel: cancel.clone(), submitted: Instant::now() };
+        self.shared.waiting.fetch_add(1, Ordering::Relaxed);
+        match self.queue.try_send(submission) {
+            Ok(()) => Ok(EventStream { events: stream, cancel }),
+            Err(error) => {
+                self.shared.left_queue();
+                Err(match error {
+                    TrySendError::Full(_) => Refused::QueueFull { waiting: self.shared.waiting(), retry_after: Duration::from_secs(1) },
+                    TrySendError::Disconnected(_) => Refused::Dead("the engine thread has ended".into()),
+                })
+            }
+        }
+    }
+
+    /// The request must fit: the prompt and one generated token at least.
+    fn check(&self, request: &Request) -> Result<(), Refused> {
+        let limit = self.info.max_model_len;
+        if request.prompt.is_empty() {
+            return Err(Refused::Invalid("the prompt is empty".into()));
+        }
+        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= self.info.vocab_size) {
+            return Err(Refused::Invalid(format!("token id {id} is outside the vocabulary of {}", self.info.vocab_size)));
+        }
+        if request.max_tokens == 0 {
+            return Err(Refused::Invalid("max_tokens must be at least 1".into()));
+        }
+        if request.prompt.len() + request.max_tokens as usize > limit {
+            return Err(Refused::ContextLength { prompt: request.prompt.len(), max_tokens: request.max_tokens, limit });
+        }
+        Ok(())
+    }
+
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    pub fn health(&self) -> Health {
+        self.shared.health()
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.shared.waiting()
+    }
+
+    pub fn running(&self) -> usize {
+        self.shared.running()
+    }
+
+    /// From now on nothing is accepted; what was accepted runs to its end.
+    pub fn drain(&self) {
+        self.shared.set_health(Health::Draining);
+    }
+
+    /// Aborts everything at the next round boundary.
+    pub fn stop(&self) {
+        self.drain();
+        self.shared.stop.store(true, Ordering::Relaxed);
+    }
+}

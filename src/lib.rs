@@ -1,0 +1,7 @@
+//! kdtree: Kimi K2.6 with DFlash + DDTree speculation and a custom tree-verify MLA kernel, as one binary.
+//!
+//! How a token travels: `server` (HTTP) -> `engine` (one thread, owns the device) -> per round: draft, grow, verify, walk, commit.
+
+pub mod engine;
+pub mod model;
+pub mod speculate;
