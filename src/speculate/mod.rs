@@ -2,3 +2,9 @@
 //! are worth verifying. Plain functions over plain data: the CPU device calls them, the CUDA kernels are tested against them.
 
 pub mod budget;
+pub mod history;
+pub mod sampling;
+pub mod top_k;
+pub mod tree;
+pub mod uniform;
+pub mod walk;
