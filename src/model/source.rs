@@ -1,0 +1,136 @@
+//! Where a model's files come from: a directory (memory-mapped) or the binary itself. Everything that reads model files goes through here.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use super::embedded;
+use super::problem::Problem;
+
+/// One model or drafter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelSource {
+    Directory(PathBuf),
+    /// The target inside the binary (feature `embedded-model`).
+    EmbeddedTarget,
+    /// Its drafter.
+    EmbeddedDrafter,
+}
+
+/// The bytes of one file.
+pub enum FileBytes {
+    Mapped(Mmap),
+    Static(&'static [u8]),
+}
+
+impl Deref for FileBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Static(bytes) => bytes,
+        }
+    }
+}
+
+impl ModelSource {
+    pub fn directory(path: impl Into<PathBuf>) -> Self {
+        Self::Directory(path.into())
+    }
+
+    /// The bytes of a file, `None` when there is no such file.
+    ///
+    /// # Errors
+    /// The directory or file cannot be read, or `name` is not a plain file name.
+    pub fn bytes(&self, name: &str) -> Result<Option<FileBytes>, Problem> {
+        if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']) {
+            return Err(Problem::new(name, "file name", format!("{name:?}"), "a plain name inside the model's directory"));
+        }
+        let files = match self {
+            Self::Directory(directory) => return map_file(directory, name),
+            Self::EmbeddedTarget => embedded::TARGET,
+            Self::EmbeddedDrafter => embedded::DRAFTER,
+        };
+        Ok(files.iter().find(|(known, _)| *known == name).map(|(_, bytes)| FileBytes::Static(bytes)))
+    }
+
+    /// A text file, `None` when there is no such file.
+    pub fn text(&self, name: &str) -> Result<Option<String>, Problem> {
+        let Some(bytes) = self.bytes(name)? else { return Ok(None) };
+        match std::str::from_utf8(&bytes) {
+            Ok(text) => Ok(Some(text.to_string())),
+            Err(error) => Err(Problem::new(name, "the file", error, "UTF-8 text")),
+        }
+    }
+
+    /// A text file that must be there.
+    pub fn required_text(&self, name: &str) -> Result<String, Problem> {
+        self.text(name)?.ok_or_else(|| self.missing(name))
+    }
+
+    pub(super) fn missing(&self, name: &str) -> Problem {
+        let found = match self {
+            Self::Directory(directory) if !directory.exists() => {
+                format!("no such directory {} (models are read from disk only, never downloaded)", directory.display())
+            }
+            Self::Directory(directory) if !directory.is_dir() => format!("{} is not a directory", directory.display()),
+            Self::Directory(directory) => format!("no such file in {}", directory.display()),
+            Self::EmbeddedTarget | Self::EmbeddedDrafter if embedded::TARGET.is_empty() => {
+                "no model in this binary (built without the feature embedded-model)".to_string()
+            }
+            Self::EmbeddedTarget | Self::EmbeddedDrafter => "no such file in the embedded model".to_string(),
+        };
+        Problem::new(name, "the file", found, "a model directory with this file")
+    }
+
+    /// Names of all files, sorted.
+    pub fn file_names(&self) -> Result<Vec<String>, Problem> {
+        let mut names = match self {
+            Self::Directory(directory) => {
+                let listed = std::fs::read_dir(directory).and_then(|entries| {
+                    entries.map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned())).collect::<io::Result<Vec<_>>>()
+                });
+                listed.map_err(|error| Problem::new(directory.display().to_string(), "the directory", error, "a readable directory"))?
+            }
+            Self::EmbeddedTarget => embedded::TARGET.iter().map(|(name, _)| name.to_string()).collect(),
+            Self::EmbeddedDrafter => embedded::DRAFTER.iter().map(|(name, _)| name.to_string()).collect(),
+        };
+        names.sort_unstable();
+        Ok(names)
+    }
+}
+
+impl fmt::Display for ModelSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory(directory) => write!(f, "{}", directory.display()),
+            Self::EmbeddedTarget => f.write_str("k26-mini (embedded)"),
+            Self::EmbeddedDrafter => f.write_str("k26-mini-dflash (embedded)"),
+        }
+    }
+}
+
+fn map_file(directory: &Path, name: &str) -> Result<Option<FileBytes>, Problem> {
+    let unreadable = |error: io::Error| Problem::new(name, "the file", error, format!("a readable file in {}", directory.display()));
+    let file = match File::open(directory.join(name)) {
+        Ok(file) => file,
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(None),
+        Err(error) => return Err(unreadable(error)),
+    };
+    let metadata = file.metadata().map_err(unreadable)?;
+    if !metadata.is_file() {
+        return Err(Problem::new(name, "the file", "a directory or device", "a regular file"));
+    }
+    if metadata.len() == 0 {
+        return Ok(Some(FileBytes::Static(&[])));
+    }
+    // SAFETY: the map is read-only and model files are not changed while a server runs on them; the operator who truncates one under a
+    // running server gets a SIGBUS, as with every program that maps its weights.
+    let map = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
+    Ok(Some(FileBytes::Mapped(map)))
+}
