@@ -3,5 +3,6 @@
 //! How a token travels: `server` (HTTP) -> `engine` (one thread, owns the device) -> per round: draft, grow, verify, walk, commit.
 
 pub mod engine;
+pub mod faults;
 pub mod model;
 pub mod speculate;

@@ -281,6 +281,9 @@ pub trait Observer: Send + Sync {
     fn queue(&self, _waiting: usize, _running: usize) {}
     fn finished(&self, _finished: &Finished) {}
     fn failed(&self, _failure: &Failure) {}
+    /// KV slots held by running requests, and slots only the prefix cache holds (free to be taken). Called whenever they changed,
+    /// the end of the last request included: at rest `held` must read 0.
+    fn kv(&self, _held: usize, _cached: usize) {}
 }
 
 /// One round over every running request.
