@@ -275,4 +275,4 @@ fn parse_quantization(outer: &Keys, text: &Keys, outer_object: &Map<String, Valu
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

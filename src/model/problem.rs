@@ -31,6 +31,8 @@ impl fmt::Display for Problem {
     }
 }
 
+impl std::error::Error for Problem {}
+
 /// Everything that is wrong with one model, each thing once; never empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problems {
