@@ -1,0 +1,307 @@
+//! The automatic budget against every fixed one, on simulated requests: several kinds of text, several kinds of machine.
+
+use super::super::cost::Prior;
+use super::super::tree::Marginals;
+use super::super::uniform::uniform;
+use super::super::walk::walk;
+use super::*;
+
+const BLOCK: usize = 8;
+const DEPTHS: usize = BLOCK - 1;
+const CANDIDATES: usize = 64;
+
+/// A kind of text, by how the drafter does on it.
+#[derive(Clone, Copy)]
+struct Text {
+    name: &'static str,
+    /// Exponent of the drafter's Zipf marginals at the first slot in easy rounds, and in hard ones.
+    sharpness: [f64; 2],
+    /// Share of hard rounds.
+    hard: f64,
+    /// Loss of sharpness per slot.
+    decay: f64,
+    /// The truth follows the marginals to this power: below 1 the drafter is too sure of itself.
+    honesty: f64,
+    /// How often a slot's marginals hold after a token that was not the drafter's first choice.
+    after_sibling: f64,
+}
+
+const TEXTS: [Text; 6] = [
+    Text { name: "code", sharpness: [6.0, 3.0], hard: 0.2, decay: 0.95, honesty: 1.0, after_sibling: 1.0 },
+    Text { name: "prose", sharpness: [2.2, 1.5], hard: 0.4, decay: 0.9, honesty: 1.0, after_sibling: 1.0 },
+    Text { name: "noise", sharpness: [0.9, 0.7], hard: 0.5, decay: 0.8, honesty: 1.0, after_sibling: 1.0 },
+    Text { name: "too sure", sharpness: [5.0, 4.0], hard: 0.3, decay: 0.95, honesty: 0.45, after_sibling: 1.0 },
+    Text { name: "siblings mislead", sharpness: [3.0, 2.0], hard: 0.3, decay: 0.95, honesty: 1.0, after_sibling: 0.22 },
+    Text { name: "hopeless", sharpness: [3.0, 3.0], hard: 0.0, decay: 1.0, honesty: 0.0, after_sibling: 0.0 },
+];
+
+/// Microseconds of a round of so many rows.
+type Machine = fn(usize) -> f64;
+
+const MACHINES: [(&str, Machine); 5] = [
+    ("experts", |rows| 4_700.0 + 44_300.0 * (1.0 - (1.0f64 - 8.0 / 384.0).powf(rows as f64))),
+    ("overhead", |rows| 12_000.0 + 20.0 * rows as f64),
+    ("processor", |rows| 500.0 + 400.0 * rows as f64),
+    ("tiles", |rows| 3_000.0 + 2_500.0 * rows.div_ceil(16) as f64),
+    ("drafter too slow", |rows| if rows == 1 { 2_000.0 } else { 9_000.0 + 50.0 * rows as f64 }),
+];
+
+/// A stream of random numbers.
+struct Random(u64, u64);
+
+impl Random {
+    fn next(&mut self) -> f64 {
+        self.1 += 1;
+        uniform(self.0, self.1)
+    }
+}
+
+/// Probabilities that fall with the rank to this power.
+fn zipf(exponent: f64) -> [f64; CANDIDATES] {
+    let mut weights: [f64; CANDIDATES] = std::array::from_fn(|rank| (1.0 + rank as f64).powf(-exponent));
+    let total: f64 = weights.iter().sum();
+    weights.iter_mut().for_each(|w| *w /= total);
+    weights
+}
+
+/// One round's draft, grown to the largest tree, and how each budget fares on it.
+struct Round {
+    tree: Tree,
+    chain: Tree,
+    /// Accepted rows of the largest tree; of the chain.
+    path: Vec<u8>,
+    chain_path: Vec<u8>,
+}
+
+impl Round {
+    fn new(text: &Text, random: &mut Random) -> Self {
+        let sharpness = text.sharpness[usize::from(random.next() < text.hard)];
+        let (mut ids, mut logprobs, mut truth) = (Vec::new(), Vec::new(), [0u32; BLOCK]);
+        let mut exponent = sharpness;
+        for wanted in truth.iter_mut().take(DEPTHS) {
+            let (drafter, target) = (zipf(exponent), zipf(exponent * text.honesty));
+            logprobs.extend(drafter.iter().map(|p| p.ln() as f32));
+            ids.extend(0..CANDIDATES as u32);
+            let mut rest = random.next();
+            let passed = |p: &&f64| {
+                rest -= **p;
+                rest >= 0.0
+            };
+            *wanted = target.iter().take_while(passed).count() as u32;
+            exponent *= text.decay;
+        }
+        let marginals = Marginals { depths: DEPTHS, k: CANDIDATES, ids: &ids, logprobs: &logprobs };
+        let holds: Vec<bool> = (0..BLOCK).map(|_| random.next() < text.after_sibling).collect();
+        let (mut tree, mut chain) = (Tree::new(0), Tree::new(0));
+        tree.grow(0, &marginals, MAX_ROWS);
+        chain.chain(0, &marginals, BLOCK);
+        let follow = |tree: &Tree| {
+            let picks: Vec<u32> = (0..tree.rows)
+                .map(|row| {
+                    let depth = usize::from(tree.depth[row]);
+                    if row == 0 || tree.token[row] == 0 || holds[depth] { truth[depth] } else { u32::MAX }
+                })
+                .collect();
+            let mut path = [0; MAX_ROWS];
+            let accepted = walk(tree, &picks, &mut path);
+            path[..accepted].to_vec()
+        };
+        let (path, chain_path) = (follow(&tree), follow(&chain));
+        Self { tree, chain, path, chain_path }
+    }
+
+    fn tokens(&self, budget: Budget, rows: usize) -> f64 {
+        match budget {
+            Budget::Chain => self.chain_path.len() as f64,
+            _ => self.path.iter().filter(|&&row| usize::from(row) < rows).count() as f64,
+        }
+    }
+}
+
+/// Tokens and microseconds of the automatic budget and of every fixed one.
+#[derive(Default)]
+struct Score {
+    auto: (f64, f64),
+    fixed: Vec<(Budget, f64, f64)>,
+}
+
+impl Score {
+    fn best(&self) -> (Budget, f64) {
+        let rates = self.fixed.iter().map(|&(budget, tokens, micros)| (budget, tokens / micros));
+        rates.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap()
+    }
+
+    fn share_of_best(&self) -> f64 {
+        self.auto.0 / self.auto.1 / self.best().1
+    }
+}
+
+struct Simulation {
+    auto: AutoBudget,
+    cost: CostModel,
+    random: Random,
+    trim: bool,
+}
+
+impl Simulation {
+    fn new(machine: Machine, seed: u64) -> Self {
+        let prior = Prior { fixed_us: 3_000.0, experts_us: 30_000.0, experts: 384, active: 8, row_us: 0.0, token_us: 0.0 };
+        let mut new = Self { auto: AutoBudget::new(BLOCK, MAX_ROWS), cost: CostModel::new(prior), random: Random(seed, 0), trim: false };
+        for rows in LADDER.into_iter().cycle().take(3 * LADDER.len()) {
+            let micros = new.measured(machine, rows);
+            new.cost.observe(rows, 0, micros);
+        }
+        new
+    }
+
+    /// A measured time: three per cent of noise, and one round in twenty is far off.
+    fn measured(&mut self, machine: Machine, rows: usize) -> f64 {
+        let stray = if self.random.next() < 0.05 { 3.0 } else { 1.0 };
+        machine(rows) * (0.97 + 0.06 * self.random.next()) * stray
+    }
+
+    /// Runs `rounds` rounds and scores them.
+    fn run(&mut self, text: &Text, machine: Machine, rounds: usize) -> Score {
+        let fixed = self.auto.choices().map(|budget| (budget, 0.0, 0.0)).collect();
+        let mut score = Score { fixed, ..Score::default() };
+        for _ in 0..rounds {
+            let round = Round::new(text, &mut self.random);
+            let budget = self.auto.choose(&self.cost, 0, Load::default());
+            let (budget, rows) = match self.trim {
+                true => {
+                    let rows = self.auto.trim(&round.tree, &self.cost, 0, Load::default());
+                    (Budget::Tree(rows as u8), rows)
+                }
+                false => (budget, self.auto.rows(budget)),
+            };
+            score.auto.0 += round.tokens(budget, rows);
+            score.auto.1 += machine(rows);
+            for (fixed, tokens, micros) in &mut score.fixed {
+                let rows = self.auto.rows(*fixed);
+                *tokens += round.tokens(*fixed, rows);
+                *micros += machine(rows);
+            }
+            let micros = self.measured(machine, rows);
+            self.cost.observe(rows, 0, micros);
+            self.tell(budget, rows, &round);
+        }
+        score
+    }
+
+    fn tell(&mut self, budget: Budget, rows: usize, round: &Round) {
+        if budget == Budget::Chain {
+            return self.auto.observe(budget, rows, &round.chain, &round.chain_path);
+        }
+        let mut tree = round.tree.clone();
+        if !self.trim {
+            tree.truncate(rows);
+        }
+        let path: Vec<u8> = round.path.iter().copied().filter(|&row| usize::from(row) < rows).collect();
+        self.auto.observe(budget, rows, &tree, &path);
+    }
+}
+
+#[test]
+fn is_within_three_per_cent_of_the_best_fixed_budget() {
+    let mut failures = Vec::new();
+    for (n, text) in TEXTS.iter().enumerate() {
+        for (name, machine) in MACHINES {
+            let mut simulation = Simulation::new(machine, n as u64);
+            simulation.run(text, machine, 300);
+            let score = simulation.run(text, machine, 2000);
+            println!("{:>18} on {name:<18} best {:<8} auto {:.3}", text.name, score.best().0.to_string(), score.share_of_best());
+            if score.share_of_best() < 0.97 {
+                failures.push(format!("{} on {name}: {:.3} of {}", text.name, score.share_of_best(), score.best().0));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+#[test]
+fn trimming_each_tree_is_as_good_and_better_where_rounds_differ() {
+    let (mut gains, mut floors) = (Vec::new(), Vec::new());
+    for (n, text) in TEXTS.iter().enumerate().take(4) {
+        for (name, machine) in MACHINES {
+            let mut simulation = Simulation::new(machine, n as u64);
+            simulation.trim = true;
+            simulation.run(text, machine, 300);
+            let score = simulation.run(text, machine, 2000);
+            println!("{:>18} on {name:<18} best {:<8} trim {:.3}", text.name, score.best().0.to_string(), score.share_of_best());
+            gains.push(score.share_of_best());
+            floors.push(if text.honesty < 1.0 { 0.95 } else { 0.98 });
+        }
+    }
+    // Where the drafter is too sure of itself, a single tree's probabilities mislead more than their average does.
+    assert!(gains.iter().zip(&floors).all(|(gain, floor)| gain > floor), "{gains:?}");
+    assert!(gains.iter().any(|&gain| gain > 1.02), "{gains:?}");
+}
+
+#[test]
+fn a_change_of_text_is_followed() {
+    for (name, machine) in MACHINES {
+        for (n, (from, to)) in [(2, 0), (0, 2), (5, 0), (0, 5), (1, 4)].into_iter().enumerate() {
+            let mut simulation = Simulation::new(machine, 10 + n as u64);
+            simulation.run(&TEXTS[from], machine, 1000);
+            let early = simulation.run(&TEXTS[to], machine, 400).share_of_best();
+            let late = simulation.run(&TEXTS[to], machine, 1000).share_of_best();
+            println!("{:>18} to {:<18} on {name:<18} first 400 rounds {early:.3}, then {late:.3}", TEXTS[from].name, TEXTS[to].name);
+            assert!(early > 0.6 && late > 0.96);
+        }
+    }
+}
+
+#[test]
+fn a_change_of_speed_is_followed() {
+    let (cheap_rows, dear_rows): (Machine, Machine) = (MACHINES[1].1, |rows| 12_000.0 + 900.0 * rows as f64);
+    let slow: Machine = |rows| 5.0 * (12_000.0 + 20.0 * rows as f64);
+    for (from, to) in [(cheap_rows, dear_rows), (dear_rows, cheap_rows), (slow, cheap_rows), (cheap_rows, slow)] {
+        let mut simulation = Simulation::new(from, 20);
+        simulation.run(&TEXTS[0], from, 1000);
+        simulation.run(&TEXTS[0], to, 5000);
+        let score = simulation.run(&TEXTS[0], to, 2000);
+        assert!(score.share_of_best() > 0.97);
+    }
+}
+
+#[test]
+fn stays_within_what_the_round_can_still_carry() {
+    let machine: Machine = |rows| if rows <= 64 { 5_000.0 } else { 500_000.0 };
+    let mut simulation = Simulation::new(MACHINES[1].1, 30);
+    simulation.run(&TEXTS[0], MACHINES[1].1, 300);
+    let mut cost = CostModel::new(Prior { fixed_us: 5_000.0, experts_us: 0.0, experts: 0, active: 0, row_us: 0.0, token_us: 0.0 });
+    for rows in (1..=64).chain([96, 128]) {
+        (0..8).for_each(|_| cost.observe(rows, 0, machine(rows)));
+    }
+    for (others, most) in [(0, 64), (32, 32), (56, 8), (63, 1)] {
+        let load = Load { rows: others, tokens: others as f64 / 4.0 };
+        let budget = simulation.auto.clone().choose(&cost, 0, load);
+        let rows = simulation.auto.rows(budget);
+        assert!(rows <= most && (rows > most / 4), "{others} rows of others: {budget}");
+    }
+}
+
+#[test]
+fn never_exceeds_the_devices_rows() {
+    for max_rows in 1..=MAX_ROWS {
+        let auto = AutoBudget::new(BLOCK, max_rows);
+        assert!(auto.choices().all(|budget| auto.rows(budget) <= max_rows));
+    }
+}
+
+#[test]
+fn an_heir_starts_as_its_class_and_learns_faster() {
+    let machine = MACHINES[0].1;
+    let mut class = Simulation::new(machine, 40);
+    class.run(&TEXTS[0], machine, 500);
+    let heir = class.auto.inherit(8.0);
+    for budget in class.auto.choices() {
+        let (own, inherited) = (class.auto.expected(budget), heir.expected(budget));
+        assert!((own - inherited).abs() < 0.1 * own, "{budget}: {own} against {inherited}");
+    }
+    let mut young = Simulation { auto: heir, ..Simulation::new(machine, 41) };
+    class.run(&TEXTS[2], machine, 30);
+    young.run(&TEXTS[2], machine, 30);
+    assert!(young.auto.expected(Budget::Tree(8)) < class.auto.expected(Budget::Tree(8)));
+    assert_eq!(AutoBudget::new(BLOCK, MAX_ROWS).inherit(8.0).expected(Budget::Off), 1.0);
+}
