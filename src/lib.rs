@@ -2,7 +2,9 @@
 //!
 //! How a token travels: `server` (HTTP) -> `engine` (one thread, owns the device) -> per round: draft, grow, verify, walk, commit.
 
+pub mod device;
 pub mod engine;
 pub mod faults;
 pub mod model;
+pub mod parallel;
 pub mod speculate;

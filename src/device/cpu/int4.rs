@@ -1,0 +1,134 @@
+//! INT4 expert weights on the CPU: panels of 16 output columns as in [`super::gemm`], unpacked panel by panel just before use.
+//!
+//! A weight is bf16(value * scale), rounded to bf16 as the checkpoint's own unpacker does, then widened.
+
+use half::bf16;
+
+use super::simd::{Isa, Lanes, WIDTH, dispatch};
+use crate::device::host::HostInt4;
+
+/// An INT4 matrix `[n, k]` in panels: 8 bytes (16 nibbles) per k, 16 scales per group.
+pub struct Int4Matrix {
+    pub n: usize,
+    pub k: usize,
+    group: usize,
+    /// `[panels][k][8]`: byte j of a k holds columns j (low nibble) and j + 8 (high nibble).
+    nibbles: Vec<u8>,
+    /// `[panels][k / group][16]`.
+    scales: Vec<f32>,
+}
+
+impl Int4Matrix {
+    pub fn pack(weights: &HostInt4<'_>) -> Self {
+        Self::stack(&[weights])
+    }
+
+    /// Matrices of one width, one under the other (gate above up).
+    pub fn stack(parts: &[&HostInt4<'_>]) -> Self {
+        let (k, group) = (parts[0].k, parts[0].group);
+        assert!(parts.iter().all(|part| part.k == k && part.group == group && part.n.is_multiple_of(WIDTH)));
+        let n: usize = parts.iter().map(|part| part.n).sum();
+        let (mut nibbles, mut scales) = (vec![0u8; n / 2 * k], vec![0f32; n * (k / group)]);
+        let mut block = 0;
+        for part in parts {
+            for first in (0..part.n).step_by(WIDTH) {
+                pack_panel(part, first, &mut nibbles[block * k * 8..][..k * 8], &mut scales[block * (k / group) * WIDTH..]);
+                block += 1;
+            }
+        }
+        Self { n, k, group, nibbles, scales }
+    }
+
+    pub fn panels(&self) -> usize {
+        self.n / WIDTH
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.nibbles.len() + self.scales.len() * 2
+    }
+
+    /// Panel `block` as f32 `[k][16]`.
+    pub fn unpack(&self, isa: Isa, block: usize, panel: &mut [f32]) {
+        let groups = self.k / self.group;
+        let nibbles = &self.nibbles[block * self.k * 8..(block + 1) * self.k * 8];
+        let scales = &self.scales[block * groups * WIDTH..(block + 1) * groups * WIDTH];
+        unpack_panel(isa, nibbles, scales, self.group, panel);
+    }
+}
+
+dispatch! {
+    fn unpack_panel = unpack_kernel(nibbles: &[u8], scales: &[f32], group: usize, panel: &mut [f32])
+}
+
+/// Plain loops: compiled for each instruction set, they become vector code by themselves.
+#[inline(always)]
+unsafe fn unpack_kernel<V: Lanes>(nibbles: &[u8], scales: &[f32], group: usize, panel: &mut [f32]) {
+    for ((bytes, scale), out) in nibbles.chunks_exact(group * 8).zip(scales.chunks_exact(WIDTH)).zip(panel.chunks_exact_mut(group * WIDTH))
+    {
+        for (bytes, out) in bytes.chunks_exact(8).zip(out.chunks_exact_mut(WIDTH)) {
+            for j in 0..8 {
+                out[j] = round_bf16((f32::from(bytes[j] & 15) - 8.0) * scale[j]);
+            }
+            for j in 0..8 {
+                out[j + 8] = round_bf16((f32::from(bytes[j] >> 4) - 8.0) * scale[j + 8]);
+            }
+        }
+    }
+}
+
+fn pack_panel(part: &HostInt4<'_>, first: usize, nibbles: &mut [u8], scales: &mut [f32]) {
+    let (row_bytes, groups) = (part.k / 2, part.k / part.group);
+    for lane in 0..WIDTH {
+        let row = &part.packed[(first + lane) * row_bytes..(first + lane + 1) * row_bytes];
+        for k in 0..part.k {
+            let nibble = (row[k / 2] >> (4 * (k % 2))) & 15;
+            nibbles[k * 8 + lane % 8] |= nibble << (4 * (lane / 8));
+        }
+        for g in 0..groups {
+            scales[g * WIDTH + lane] = part.scales[(first + lane) * groups + g].to_f32();
+        }
+    }
+}
+
+/// Nearest bf16, ties to even, widened again. Finite inputs only: a NaN scale is refused when the checkpoint is read.
+#[inline(always)]
+fn round_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
+}
+
+/// One weight as every device must see it.
+pub fn weight(value: i8, scale: bf16) -> f32 {
+    round_bf16(f32::from(value) * scale.to_f32())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panel_holds_what_the_checkpoint_means() {
+        let (n, k, group) = (32, 64, 32);
+        let packed: Vec<u8> = (0..n * k / 2).map(|i| (i * 37 % 256) as u8).collect();
+        let scales: Vec<bf16> = (0..n * k / group).map(|i| bf16::from_f32(0.001 + i as f32 * 0.000_37)).collect();
+        let host = HostInt4 { packed: packed.into(), scales: scales.into(), n, k, group };
+        let matrix = Int4Matrix::stack(&[&host, &host]);
+        let mut panel = vec![0f32; k * WIDTH];
+        for block in 0..matrix.panels() {
+            matrix.unpack(Isa::detect(), block, &mut panel);
+            for (at, &value) in panel.iter().enumerate() {
+                let (column, row) = (at / WIDTH, (block * WIDTH + at % WIDTH) % n);
+                assert_eq!(value, host.weight(row, column), "row {row} column {column}");
+            }
+        }
+    }
+
+    #[test]
+    fn rounding_is_that_of_bf16() {
+        for bits in (0..0x7f80_0000u32).step_by(99_991) {
+            let x = f32::from_bits(bits);
+            assert_eq!(round_bf16(x), bf16::from_f32(x).to_f32());
+            assert_eq!(round_bf16(-x), bf16::from_f32(-x).to_f32());
+        }
+    }
+}

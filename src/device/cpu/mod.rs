@@ -1,0 +1,519 @@
+//! The CPU device: the reference for every other device. f32 arithmetic on bf16 and INT4 weights, fixed summation order, the same
+//! bits alone or in a batch, speculated or not, on any number of threads.
+
+pub mod attend;
+pub mod draft;
+pub mod gemm;
+pub mod int4;
+pub mod layers;
+pub mod mla;
+pub mod moe;
+pub mod parallel;
+pub mod round;
+pub mod rows;
+pub mod simd;
+pub mod validate;
+pub mod verify;
+
+use std::cell::RefCell;
+
+use draft::{CpuContexts, DraftArgs};
+use gemm::{Into, PanelMatrix, linear};
+use int4::Int4Matrix;
+use mla::{CpuAbsorbed, CpuLatents, PromptScratch};
+use moe::{CpuExperts, MoeArgs, MoeScratch, Routes};
+use parallel::{SharedMut, split};
+use round::CpuRound;
+use rows::CpuRows;
+use simd::{Isa, WIDTH};
+use validate::Validation;
+use verify::VerifyArgs;
+
+use super::host::{HostExperts, HostMatrix};
+use super::*;
+use crate::parallel::collective::{Collective, RankLost};
+use crate::speculate::sampling::logprobs;
+
+impl From<RankLost> for DeviceError {
+    fn from(lost: RankLost) -> Self {
+        Self(lost.to_string())
+    }
+}
+
+/// Activations `[rows, width]`.
+pub struct CpuAct {
+    pub data: Vec<f32>,
+    pub width: usize,
+}
+
+impl CpuAct {
+    fn row(&self, row: usize) -> &[f32] {
+        &self.data[row * self.width..(row + 1) * self.width]
+    }
+
+    fn row_mut(&mut self, row: usize) -> &mut [f32] {
+        &mut self.data[row * self.width..(row + 1) * self.width]
+    }
+}
+
+/// An embedding table, row-major bf16.
+pub struct CpuTable {
+    data: Vec<half::bf16>,
+    n: usize,
+    width: usize,
+}
+
+/// Buffers of the fused operations, sized by the largest batch they saw.
+#[derive(Default)]
+struct Scratch {
+    wide: Vec<f32>,
+    normed: Vec<f32>,
+    latent: Vec<f32>,
+    queries: Vec<f32>,
+    outputs: Vec<f32>,
+    second: Vec<f32>,
+    prompt: PromptScratch,
+    moe: MoeScratch,
+}
+
+/// One CPU rank. Lives on the thread that owns its rayon pool.
+pub struct CpuDevice {
+    isa: Isa,
+    verify: Verify,
+    fault: Option<KernelFault>,
+    rope: RopeTable,
+    draft_rope: RopeTable,
+    collective: Option<Collective>,
+    scratch: RefCell<Scratch>,
+    validation: RefCell<Validation>,
+    /// Kept per layer when asked for: tests compare them with the reference.
+    routes: RefCell<Option<Vec<(usize, Routes)>>>,
+}
+
+impl CpuDevice {
+    /// `collective` joins this rank to the others; `None` = it is alone.
+    pub fn new(verify: Verify, collective: Option<Collective>) -> Self {
+        Self {
+            isa: Isa::detect(),
+            verify,
+            fault: None,
+            rope: RopeTable::default(),
+            draft_rope: RopeTable::default(),
+            collective,
+            scratch: RefCell::default(),
+            validation: RefCell::default(),
+            routes: RefCell::new(None),
+        }
+    }
+
+    /// Plants a fault in the custom verify kernel.
+    pub fn plant(&mut self, fault: Option<KernelFault>) {
+        self.fault = fault;
+    }
+
+    /// Starts keeping the routes of every MoE layer; `take_routes` returns and clears them.
+    pub fn record_routes(&self) {
+        *self.routes.borrow_mut() = Some(Vec::new());
+    }
+
+    pub fn take_routes(&self) -> Vec<(usize, Routes)> {
+        self.routes.borrow_mut().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn linear_rows(&self, x: &[f32], stride: usize, rows: usize, w: &PanelMatrix, out: &mut [f32], out_stride: usize) {
+        linear(self.isa, x, stride, rows, w, out, out_stride, Into::Overwrite);
+    }
+}
+
+/// Grows a buffer to `len` and gives it out.
+fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
+}
+
+fn multiple_of_lanes(what: &str, width: usize) -> Result<()> {
+    if width.is_multiple_of(WIDTH) {
+        Ok(())
+    } else {
+        Err(DeviceError(format!("{what} is {width}, the CPU device wants a multiple of {WIDTH}")))
+    }
+}
+
+impl Device for CpuDevice {
+    type Matrix = PanelMatrix;
+    type Table = CpuTable;
+    type Vector = Vec<f32>;
+    type Experts = CpuExperts;
+    type Absorbed = CpuAbsorbed;
+    type Act = CpuAct;
+    type Latents = CpuLatents;
+    type Contexts = CpuContexts;
+    type Rows = CpuRows;
+    type Round = CpuRound;
+
+    fn matrix(&self, weights: HostMatrix<'_>) -> Result<PanelMatrix> {
+        Ok(PanelMatrix::pack(&weights.data, weights.n, weights.k))
+    }
+
+    fn table(&self, weights: HostMatrix<'_>) -> Result<CpuTable> {
+        Ok(CpuTable { n: weights.n, width: weights.k, data: weights.data.into_owned() })
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<Vec<f32>> {
+        Ok(values.to_vec())
+    }
+
+    fn experts(&self, weights: HostExperts<'_>) -> Result<CpuExperts> {
+        let mut experts = CpuExperts { gate_up: Vec::new(), down: Vec::new() };
+        for expert in &weights.experts {
+            multiple_of_lanes("the expert width of a rank", expert.gate.n)?;
+            multiple_of_lanes("the hidden size", expert.down.n)?;
+            experts.gate_up.push(Int4Matrix::stack(&[&expert.gate, &expert.up]));
+            experts.down.push(Int4Matrix::pack(&expert.down));
+        }
+        Ok(experts)
+    }
+
+    fn absorbed(&self, kv_b: HostMatrix<'_>, shape: MlaShape) -> Result<CpuAbsorbed> {
+        multiple_of_lanes("kv_lora_rank + qk_rope_head_dim", shape.cache_width())?;
+        multiple_of_lanes("kv_lora_rank", shape.latent)?;
+        multiple_of_lanes("the query head width", shape.query_width())?;
+        multiple_of_lanes("v_head_dim", shape.value)?;
+        Ok(CpuAbsorbed::pack(&kv_b, shape))
+    }
+
+    fn act(&self, rows: usize, width: usize) -> Result<CpuAct> {
+        Ok(CpuAct { data: vec![0.0; rows * width], width })
+    }
+
+    fn latents(&self, layers: usize, slots: usize, shape: MlaShape) -> Result<CpuLatents> {
+        Ok(CpuLatents::new(layers, slots, shape.cache_width()))
+    }
+
+    fn contexts(&self, layers: usize, slots: usize, shape: GqaShape) -> Result<CpuContexts> {
+        multiple_of_lanes("the drafter's head width", shape.head)?;
+        Ok(CpuContexts::new(layers, slots, shape))
+    }
+
+    fn rows(&self, capacity: usize) -> Result<CpuRows> {
+        Ok(CpuRows::with_capacity(capacity))
+    }
+
+    fn round(&self, limits: &Limits) -> Result<CpuRound> {
+        Ok(CpuRound::new(limits))
+    }
+
+    fn set_rope(&mut self, target: RopeTable, drafter: Option<RopeTable>) -> Result<()> {
+        self.rope = target;
+        self.draft_rope = drafter.unwrap_or_default();
+        Ok(())
+    }
+
+    fn embed(&self, table: &CpuTable, first: u32, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        for (row, &token) in rows.tokens.iter().enumerate() {
+            let out = out.row_mut(row);
+            match token.checked_sub(first).filter(|&at| (at as usize) < table.n) {
+                Some(at) => {
+                    let from = &table.data[at as usize * table.width..(at as usize + 1) * table.width];
+                    out.iter_mut().zip(from).for_each(|(out, value)| *out = value.to_f32());
+                }
+                None => out.fill(0.0),
+            }
+        }
+        Ok(())
+    }
+
+    fn rms_norm(&self, x: &CpuAct, weight: &Vec<f32>, eps: f32, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        let (isa, width) = (self.isa, x.width);
+        let shared = SharedMut::new(&mut out.data);
+        split(rows.len(), 32, &|range| {
+            for row in range {
+                // SAFETY: rows are disjoint.
+                layers::rms_norm(isa, x.row(row), weight, eps, unsafe { shared.range(row * width, width) });
+            }
+        });
+        Ok(())
+    }
+
+    fn linear(&self, x: &CpuAct, weight: &PanelMatrix, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        let stride = out.width;
+        self.linear_rows(&x.data, x.width, rows.len(), weight, &mut out.data, stride);
+        Ok(())
+    }
+
+    fn add_reduced(&self, x: &mut CpuAct, y: &mut CpuAct, rows: &CpuRows) -> Result<()> {
+        self.all_reduce(y, rows)?;
+        let len = rows.len() * x.width;
+        x.data[..len].iter_mut().zip(&y.data[..len]).for_each(|(x, y)| *x += y);
+        Ok(())
+    }
+
+    fn all_reduce(&self, x: &mut CpuAct, rows: &CpuRows) -> Result<()> {
+        match &self.collective {
+            Some(collective) => Ok(collective.all_reduce(&mut x.data[..rows.len() * x.width])?),
+            None => Ok(()),
+        }
+    }
+
+    fn gather_columns(&self, x: &CpuAct, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        let (from, to) = (&x.data[..rows.len() * x.width], &mut out.data[..rows.len() * out.width]);
+        match &self.collective {
+            Some(collective) => collective.gather_columns(from, x.width, to)?,
+            None => to.copy_from_slice(from),
+        }
+        Ok(())
+    }
+
+    fn mla_project(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        h: &CpuAct,
+        rows: &CpuRows,
+        latents: &mut CpuLatents,
+        layer: usize,
+        q: &mut CpuAct,
+    ) -> Result<()> {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, rank, wide) = (rows.len(), weights.q_a.n, shape.cache_width());
+        let low = sized(&mut scratch.wide, n * rank);
+        self.linear_rows(&h.data, h.width, n, &weights.q_a, low, rank);
+        let normed = sized(&mut scratch.normed, n * rank);
+        for (low, normed) in low.chunks_exact(rank).zip(normed.chunks_exact_mut(rank)) {
+            layers::rms_norm(self.isa, low, &weights.q_a_norm, weights.eps, normed);
+        }
+        let q_width = q.width;
+        self.linear_rows(normed, rank, n, &weights.q_b, &mut q.data, q_width);
+        let latent = sized(&mut scratch.latent, n * wide);
+        self.linear_rows(&h.data, h.width, n, &weights.kv_a, latent, wide);
+        for (row, latent) in latent.chunks_exact(wide).enumerate() {
+            let at = rows.positions[row] as usize * self.rope.half;
+            let (cos, sin) = (&self.rope.cos[at..at + self.rope.half], &self.rope.sin[at..at + self.rope.half]);
+            for head in q.row_mut(row).chunks_exact_mut(shape.query_width()) {
+                layers::rope_interleaved(&mut head[shape.nope..], cos, sin);
+            }
+            let to = latents.row_mut(layer, rows.slots[row]);
+            layers::rms_norm(self.isa, &latent[..shape.latent], &weights.kv_a_norm, weights.eps, &mut to[..shape.latent]);
+            to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
+            layers::rope_interleaved(&mut to[shape.latent..], cos, sin);
+        }
+        Ok(())
+    }
+
+    fn verify_attention(
+        &self,
+        weights: &CpuAbsorbed,
+        shape: MlaShape,
+        q: &CpuAct,
+        rows: &CpuRows,
+        latents: &CpuLatents,
+        layer: usize,
+        out: &mut CpuAct,
+    ) -> Result<()> {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let n = rows.len();
+        let queries = sized(&mut scratch.queries, n * shape.heads * shape.cache_width());
+        verify::absorb_queries(self.isa, weights, shape, &q.data, n, queries);
+        let outputs = sized(&mut scratch.outputs, n * shape.heads * shape.latent);
+        let args = VerifyArgs { isa: self.isa, weights, shape, rows, cache: latents, layer, queries, fault: self.fault };
+        match self.verify {
+            Verify::Off => verify::baseline(&VerifyArgs { fault: None, ..args }, outputs),
+            Verify::On => verify::custom(&args, outputs),
+            Verify::Validate => {
+                let second = sized(&mut scratch.second, n * shape.heads * shape.latent);
+                verify::custom(&args, second);
+                verify::baseline(&VerifyArgs { fault: None, ..args }, outputs);
+                self.validation.borrow_mut().compare(layer, shape.latent, outputs, second);
+            }
+        }
+        verify::expand_outputs(self.isa, weights, shape, outputs, n, &mut out.data);
+        Ok(())
+    }
+
+    fn prompt_attention(
+        &self,
+        weights: &CpuAbsorbed,
+        shape: MlaShape,
+        q: &CpuAct,
+        rows: &CpuRows,
+        latents: &CpuLatents,
+        layer: usize,
+        out: &mut CpuAct,
+    ) -> Result<()> {
+        let scratch = &mut self.scratch.borrow_mut().prompt;
+        mla::prompt_attention(self.isa, weights, shape, &q.data, rows, latents, layer, scratch, &mut out.data);
+        Ok(())
+    }
+
+    fn mlp(&self, weights: &Mlp<Self>, h: &CpuAct, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, inner) = (rows.len(), weights.down.k);
+        let wide = sized(&mut scratch.wide, n * 2 * inner);
+        self.linear_rows(&h.data, h.width, n, &weights.gate_up, wide, 2 * inner);
+        let normed = sized(&mut scratch.normed, n * inner);
+        for (wide, out) in wide.chunks_exact(2 * inner).zip(normed.chunks_exact_mut(inner)) {
+            layers::swiglu(self.isa, &wide[..inner], &wide[inner..], out);
+        }
+        let stride = out.width;
+        self.linear_rows(normed, inner, n, &weights.down, &mut out.data, stride);
+        Ok(())
+    }
+
+    fn moe(&self, weights: &Moe<Self>, h: &CpuAct, rows: &CpuRows, layer: usize, out: &mut CpuAct) -> Result<()> {
+        let scratch = &mut self.scratch.borrow_mut().moe;
+        let args = MoeArgs {
+            router: &weights.router,
+            bias: &weights.bias,
+            experts: &weights.experts,
+            shared_gate_up: &weights.shared.gate_up,
+            shared_down: &weights.shared.down,
+            top_k: weights.top_k,
+            scaling: weights.scaling,
+        };
+        moe::moe(self.isa, &args, &h.data, h.width, rows.len(), scratch, &mut out.data);
+        if let Some(kept) = self.routes.borrow_mut().as_mut() {
+            kept.push((layer, scratch.routes.clone()));
+        }
+        Ok(())
+    }
+
+    fn tap(&self, x: &CpuAct, rows: &CpuRows, index: usize, taps: &mut CpuAct) -> Result<()> {
+        for row in 0..rows.len() {
+            taps.row_mut(row)[index * x.width..(index + 1) * x.width].copy_from_slice(x.row(row));
+        }
+        Ok(())
+    }
+
+    fn draft_context(
+        &self,
+        weights: &DraftAttention<Self>,
+        shape: GqaShape,
+        c: &CpuAct,
+        rows: &CpuRows,
+        contexts: &mut CpuContexts,
+        layer: usize,
+    ) -> Result<()> {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let kv = sized(&mut scratch.wide, rows.len() * weights.kv.n);
+        self.linear_rows(&c.data, c.width, rows.len(), &weights.kv, kv, weights.kv.n);
+        contexts.store(self.isa, shape, &weights.k_norm, kv, rows, &self.draft_rope, layer);
+        Ok(())
+    }
+
+    fn draft_attention(
+        &self,
+        weights: &DraftAttention<Self>,
+        shape: GqaShape,
+        mask: DraftMask,
+        h: &CpuAct,
+        rows: &CpuRows,
+        contexts: &CpuContexts,
+        layer: usize,
+        out: &mut CpuAct,
+    ) -> Result<()> {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let qkv = sized(&mut scratch.wide, rows.len() * weights.qkv.n);
+        self.linear_rows(&h.data, h.width, rows.len(), &weights.qkv, qkv, weights.qkv.n);
+        draft::prepare_block(self.isa, shape, &weights.q_norm, &weights.k_norm, rows, &self.draft_rope, qkv);
+        draft::draft_attention(&DraftArgs { isa: self.isa, shape, mask, rows, contexts, layer, qkv }, &mut out.data);
+        Ok(())
+    }
+
+    fn admit(&self, round: &mut CpuRound, request: usize, admission: Admission) -> Result<()> {
+        round.admit(request, admission)
+    }
+
+    fn retire(&self, round: &mut CpuRound, request: usize) -> Result<()> {
+        round.retire(request);
+        Ok(())
+    }
+
+    fn place_chunk(&self, round: &CpuRound, request: usize, start: usize, tokens: &[u32], rows: &mut CpuRows) -> Result<()> {
+        round.place_chunk(request, start, tokens, rows)
+    }
+
+    fn last_row(&self, h: &CpuAct, rows: &CpuRows, out: &mut CpuAct, last: &mut CpuRows) -> Result<()> {
+        let row = rows.len().checked_sub(1).ok_or_else(|| DeviceError("no last row of an empty pass".into()))?;
+        out.row_mut(0).copy_from_slice(h.row(row));
+        last.clear();
+        last.push(rows.tokens[row], rows.positions[row] as usize, rows.slots[row]);
+        Ok(())
+    }
+
+    fn begin(&self, round: &mut CpuRound, request: usize, prompt: usize, logits: &CpuAct) -> Result<()> {
+        round.begin(request, prompt, &logits.data)
+    }
+
+    fn plan(&self, round: &mut CpuRound, shares: &[Share]) -> Result<()> {
+        round.plan(shares)
+    }
+
+    fn place_blocks(&self, round: &CpuRound, mask_token: u32, rows: &mut CpuRows) -> Result<()> {
+        round.place_blocks(mask_token, rows)
+    }
+
+    fn marginals(&self, round: &mut CpuRound, logits: &CpuAct) -> Result<()> {
+        round.marginals(&logits.data);
+        Ok(())
+    }
+
+    fn grow(&self, round: &mut CpuRound) -> Result<()> {
+        round.grow();
+        Ok(())
+    }
+
+    fn place_trees(&self, round: &CpuRound, rows: &mut CpuRows) -> Result<()> {
+        round.place_trees(rows)
+    }
+
+    fn read_trees(&self, round: &CpuRound) -> Result<Vec<HostTree>> {
+        Ok(round.read_trees())
+    }
+
+    fn set_masks(&self, round: &mut CpuRound, share: usize, masks: &[u32]) -> Result<()> {
+        round.set_masks(share, masks);
+        Ok(())
+    }
+
+    fn sample(&self, round: &mut CpuRound, logits: &CpuAct) -> Result<()> {
+        round.sample(&logits.data);
+        Ok(())
+    }
+
+    fn walk_and_commit(&self, round: &mut CpuRound, latents: &mut CpuLatents, accepted: &mut CpuRows) -> Result<()> {
+        round.walk_and_commit(latents, accepted)
+    }
+
+    fn gather_taps(&self, taps: &CpuAct, accepted: &CpuRows, out: &mut CpuAct) -> Result<()> {
+        for (row, &source) in accepted.sources.iter().enumerate() {
+            out.row_mut(row).copy_from_slice(taps.row(source as usize));
+        }
+        Ok(())
+    }
+
+    fn read_round(&self, round: &mut CpuRound) -> Result<Vec<Outcome>> {
+        Ok(round.take_outcomes())
+    }
+
+    fn prompt_logprobs(&self, logits: &CpuAct, rows: &CpuRows, next: &[u32], top: u32) -> Result<Vec<TokenLogprob>> {
+        Ok((0..rows.len().min(next.len())).map(|row| logprobs(logits.row(row), next[row], top as usize)).collect())
+    }
+
+    fn read(&self, x: &CpuAct, rows: usize) -> Result<Vec<f32>> {
+        Ok(x.data[..rows * x.width].to_vec())
+    }
+
+    fn take_validation(&self) -> Vec<LayerDiff> {
+        self.validation.borrow_mut().take()
+    }
+
+    fn verify_mode(&self) -> Verify {
+        self.verify
+    }
+
+    fn set_verify(&mut self, mode: Verify) {
+        self.verify = mode;
+    }
+}
