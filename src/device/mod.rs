@@ -9,7 +9,8 @@ pub mod cpu;
 pub mod host;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
-use host::{HostExperts, HostMatrix};
+use crate::model::tensor::Matrix;
+use host::HostExpert;
 
 /// A fault of the device or of what it was asked to do.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -107,8 +108,6 @@ pub struct GqaShape {
     pub kv_heads: usize,
     pub head: usize,
     pub eps: f32,
-    /// Factor on cos and sin (1 in the reference).
-    pub rope_factor: f32,
 }
 
 /// What a drafter layer may see.
@@ -236,12 +235,12 @@ pub trait Device: Sized + 'static {
 
     // ----- loading and buffers: before the first round only
 
-    fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
-    fn table(&self, weights: HostMatrix<'_>) -> Result<Self::Table>;
+    fn matrix(&self, weights: Matrix<'_>) -> Result<Self::Matrix>;
+    fn table(&self, weights: Matrix<'_>) -> Result<Self::Table>;
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
-    fn experts(&self, weights: HostExperts<'_>) -> Result<Self::Experts>;
+    fn experts(&self, weights: &[HostExpert<'_>]) -> Result<Self::Experts>;
     /// `kv_b_proj` rows of this rank's heads, `[heads * (nope + value), latent]`.
-    fn absorbed(&self, kv_b: HostMatrix<'_>, shape: MlaShape) -> Result<Self::Absorbed>;
+    fn absorbed(&self, kv_b: Matrix<'_>, shape: MlaShape) -> Result<Self::Absorbed>;
     fn act(&self, rows: usize, width: usize) -> Result<Self::Act>;
     fn latents(&self, layers: usize, slots: usize, shape: MlaShape) -> Result<Self::Latents>;
     fn contexts(&self, layers: usize, slots: usize, shape: GqaShape) -> Result<Self::Contexts>;

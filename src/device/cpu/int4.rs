@@ -2,10 +2,8 @@
 //!
 //! A weight is bf16(value * scale), rounded to bf16 as the checkpoint's own unpacker does, then widened.
 
-use half::bf16;
-
 use super::simd::{Isa, Lanes, WIDTH, dispatch};
-use crate::device::host::HostInt4;
+use crate::model::tensor;
 
 /// An INT4 matrix `[n, k]` in panels: 8 bytes (16 nibbles) per k, 16 scales per group.
 pub struct Int4Matrix {
@@ -19,19 +17,19 @@ pub struct Int4Matrix {
 }
 
 impl Int4Matrix {
-    pub fn pack(weights: &HostInt4<'_>) -> Self {
+    pub fn pack(weights: &tensor::Int4Matrix<'_>) -> Self {
         Self::stack(&[weights])
     }
 
     /// Matrices of one width, one under the other (gate above up).
-    pub fn stack(parts: &[&HostInt4<'_>]) -> Self {
-        let (k, group) = (parts[0].k, parts[0].group);
-        assert!(parts.iter().all(|part| part.k == k && part.group == group && part.n.is_multiple_of(WIDTH)));
-        let n: usize = parts.iter().map(|part| part.n).sum();
+    pub fn stack(parts: &[&tensor::Int4Matrix<'_>]) -> Self {
+        let (k, group) = (parts[0].columns, parts[0].group);
+        assert!(parts.iter().all(|part| part.columns == k && part.group == group && part.rows.is_multiple_of(WIDTH)));
+        let n: usize = parts.iter().map(|part| part.rows).sum();
         let (mut nibbles, mut scales) = (vec![0u8; n / 2 * k], vec![0f32; n * (k / group)]);
         let mut block = 0;
         for part in parts {
-            for first in (0..part.n).step_by(WIDTH) {
+            for first in (0..part.rows).step_by(WIDTH) {
                 pack_panel(part, first, &mut nibbles[block * k * 8..][..k * 8], &mut scales[block * (k / group) * WIDTH..]);
                 block += 1;
             }
@@ -76,11 +74,11 @@ unsafe fn unpack_kernel<V: Lanes>(nibbles: &[u8], scales: &[f32], group: usize, 
     }
 }
 
-fn pack_panel(part: &HostInt4<'_>, first: usize, nibbles: &mut [u8], scales: &mut [f32]) {
-    let (row_bytes, groups) = (part.k / 2, part.k / part.group);
+fn pack_panel(part: &tensor::Int4Matrix<'_>, first: usize, nibbles: &mut [u8], scales: &mut [f32]) {
+    let (row_bytes, groups) = (part.columns / 2, part.columns / part.group);
     for lane in 0..WIDTH {
         let row = &part.packed[(first + lane) * row_bytes..(first + lane + 1) * row_bytes];
-        for k in 0..part.k {
+        for k in 0..part.columns {
             let nibble = (row[k / 2] >> (4 * (k % 2))) & 15;
             nibbles[k * 8 + lane % 8] |= nibble << (4 * (lane / 8));
         }
@@ -97,28 +95,25 @@ fn round_bf16(x: f32) -> f32 {
     f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
 }
 
-/// One weight as every device must see it.
-pub fn weight(value: i8, scale: bf16) -> f32 {
-    round_bf16(f32::from(value) * scale.to_f32())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     #[test]
     fn a_panel_holds_what_the_checkpoint_means() {
         let (n, k, group) = (32, 64, 32);
         let packed: Vec<u8> = (0..n * k / 2).map(|i| (i * 37 % 256) as u8).collect();
         let scales: Vec<bf16> = (0..n * k / group).map(|i| bf16::from_f32(0.001 + i as f32 * 0.000_37)).collect();
-        let host = HostInt4 { packed: packed.into(), scales: scales.into(), n, k, group };
+        let host = tensor::Int4Matrix { packed: packed.into(), scales: scales.into(), rows: n, columns: k, group };
+        let all = host.unpack();
         let matrix = Int4Matrix::stack(&[&host, &host]);
         let mut panel = vec![0f32; k * WIDTH];
         for block in 0..matrix.panels() {
             matrix.unpack(Isa::detect(), block, &mut panel);
             for (at, &value) in panel.iter().enumerate() {
                 let (column, row) = (at / WIDTH, (block * WIDTH + at % WIDTH) % n);
-                assert_eq!(value, host.weight(row, column), "row {row} column {column}");
+                assert_eq!(value, all[row * k + column].to_f32(), "row {row} column {column}");
             }
         }
     }

@@ -9,7 +9,7 @@ use super::parallel::{SharedMut, split, split_fine};
 use super::rows::CpuRows;
 use super::simd::Isa;
 use crate::device::MlaShape;
-use crate::device::host::HostMatrix;
+use crate::model::tensor::Matrix;
 
 /// Latents of every layer, f32 rows of `latent + rope` values, by slot.
 pub struct CpuLatents {
@@ -53,17 +53,17 @@ pub struct CpuAbsorbed {
 }
 
 impl CpuAbsorbed {
-    pub fn pack(kv_b: &HostMatrix<'_>, shape: MlaShape) -> Self {
+    pub fn pack(kv_b: &Matrix<'_>, shape: MlaShape) -> Self {
         let per_head = shape.nope + shape.value;
-        assert!(kv_b.n == shape.heads * per_head && kv_b.k == shape.latent, "kv_b_proj is {} x {}", kv_b.n, kv_b.k);
-        let at = |row: usize, column: usize| -> bf16 { kv_b.data[row * kv_b.k + column] };
+        assert!(kv_b.rows == shape.heads * per_head && kv_b.columns == shape.latent, "kv_b_proj is {} x {}", kv_b.rows, kv_b.columns);
+        let at = |row: usize, column: usize| -> bf16 { kv_b.data[row * kv_b.columns + column] };
         let heads = 0..shape.heads;
         Self {
             into_latent: heads.clone().map(|h| PanelMatrix::pack_with(shape.latent, shape.nope, |c, i| at(h * per_head + i, c))).collect(),
             from_latent: heads
                 .map(|h| PanelMatrix::pack_with(shape.value, shape.latent, |v, c| at(h * per_head + shape.nope + v, c)))
                 .collect(),
-            expand: PanelMatrix::pack(&kv_b.data, kv_b.n, kv_b.k),
+            expand: PanelMatrix::pack(&kv_b.data, kv_b.rows, kv_b.columns),
         }
     }
 }

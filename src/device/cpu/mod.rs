@@ -29,8 +29,9 @@ use simd::{Isa, WIDTH};
 use validate::Validation;
 use verify::VerifyArgs;
 
-use super::host::{HostExperts, HostMatrix};
+use super::host::HostExpert;
 use super::*;
+use crate::model::tensor::Matrix;
 use crate::parallel::collective::{Collective, RankLost};
 use crate::speculate::sampling::logprobs;
 
@@ -153,30 +154,30 @@ impl Device for CpuDevice {
     type Rows = CpuRows;
     type Round = CpuRound;
 
-    fn matrix(&self, weights: HostMatrix<'_>) -> Result<PanelMatrix> {
-        Ok(PanelMatrix::pack(&weights.data, weights.n, weights.k))
+    fn matrix(&self, weights: Matrix<'_>) -> Result<PanelMatrix> {
+        Ok(PanelMatrix::pack(&weights.data, weights.rows, weights.columns))
     }
 
-    fn table(&self, weights: HostMatrix<'_>) -> Result<CpuTable> {
-        Ok(CpuTable { n: weights.n, width: weights.k, data: weights.data.into_owned() })
+    fn table(&self, weights: Matrix<'_>) -> Result<CpuTable> {
+        Ok(CpuTable { n: weights.rows, width: weights.columns, data: weights.data.into_owned() })
     }
 
     fn vector(&self, values: &[f32]) -> Result<Vec<f32>> {
         Ok(values.to_vec())
     }
 
-    fn experts(&self, weights: HostExperts<'_>) -> Result<CpuExperts> {
+    fn experts(&self, weights: &[HostExpert<'_>]) -> Result<CpuExperts> {
         let mut experts = CpuExperts { gate_up: Vec::new(), down: Vec::new() };
-        for expert in &weights.experts {
-            multiple_of_lanes("the expert width of a rank", expert.gate.n)?;
-            multiple_of_lanes("the hidden size", expert.down.n)?;
+        for expert in weights {
+            multiple_of_lanes("the expert width of a rank", expert.gate.rows)?;
+            multiple_of_lanes("the hidden size", expert.down.rows)?;
             experts.gate_up.push(Int4Matrix::stack(&[&expert.gate, &expert.up]));
             experts.down.push(Int4Matrix::pack(&expert.down));
         }
         Ok(experts)
     }
 
-    fn absorbed(&self, kv_b: HostMatrix<'_>, shape: MlaShape) -> Result<CpuAbsorbed> {
+    fn absorbed(&self, kv_b: Matrix<'_>, shape: MlaShape) -> Result<CpuAbsorbed> {
         multiple_of_lanes("kv_lora_rank + qk_rope_head_dim", shape.cache_width())?;
         multiple_of_lanes("kv_lora_rank", shape.latent)?;
         multiple_of_lanes("the query head width", shape.query_width())?;

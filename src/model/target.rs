@@ -1,0 +1,305 @@
+//! The target's forward pass, written once for every device: K2.6's MLA layers, one dense MLP, sigmoid-routed experts, the head.
+//! Called by the round for prompt chunks (direct attention) and for draft trees (absorbed attention).
+
+use super::checkpoint::Checkpoint;
+use super::config::{LATENT_NORM_EPS, TargetConfig};
+use super::problem::Problem;
+use super::progress::Progress;
+use super::tensor::{Cut, Int4Matrix, Matrix, part};
+use crate::device::host::{HostExpert, stack};
+use crate::device::{Device, DeviceError, Limits, MlaProjection, MlaShape, Mlp, Moe, Result, RopeTable};
+use crate::parallel::Rank;
+
+impl From<Problem> for DeviceError {
+    fn from(problem: Problem) -> Self {
+        Self(problem.to_string())
+    }
+}
+
+/// How the rows of a pass attend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Prompt rows: keys and values expanded from the latents, causal.
+    Direct,
+    /// Draft rows: queries absorbed into the latent space, tree mask.
+    Absorbed,
+}
+
+/// One rank's part of the target with the buffers of a pass.
+pub struct Target<D: Device> {
+    hidden: usize,
+    shape: MlaShape,
+    eps: f32,
+    rank: Rank,
+    /// First id of this rank's part of the vocabulary.
+    vocab_first: u32,
+    embed: D::Table,
+    layers: Vec<Layer<D>>,
+    norm: D::Vector,
+    head: D::Matrix,
+    /// For each layer the place of its output among the taps.
+    taps: Vec<Option<usize>>,
+    /// The residual stream after `forward`.
+    pub x: D::Act,
+    normed: D::Act,
+    last: D::Act,
+    partial: D::Act,
+    q: D::Act,
+    attended: D::Act,
+    local_logits: D::Act,
+    /// `[rows, vocab]` after `head` or `head_of_last`.
+    pub logits: D::Act,
+    /// `[rows, taps * hidden]` after `forward`.
+    pub tapped: D::Act,
+}
+
+struct Layer<D: Device> {
+    input_norm: D::Vector,
+    projection: MlaProjection<D>,
+    absorbed: D::Absorbed,
+    output: D::Matrix,
+    post_norm: D::Vector,
+    mlp: LayerMlp<D>,
+}
+
+enum LayerMlp<D: Device> {
+    Dense(Mlp<D>),
+    Experts(Moe<D>),
+}
+
+impl<D: Device> Target<D> {
+    /// Loads this rank's part. `taps` are the layers whose outputs the drafter reads.
+    pub fn load(
+        device: &D,
+        checkpoint: &Checkpoint,
+        config: &TargetConfig,
+        taps: &[usize],
+        rank: Rank,
+        limits: &Limits,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let loader = Loader { device, checkpoint, config, rank, shape: shape_of(config, rank) };
+        let (hidden, rows) = (config.hidden, limits.rows());
+        let local_vocab = part(config.vocab, rank.index, rank.size);
+        progress.begin("loading the target", checkpoint.bytes());
+        let mut layers = Vec::with_capacity(config.layers);
+        for layer in 0..config.layers {
+            layers.push(loader.layer(layer)?);
+            progress.advance(checkpoint.bytes() / config.layers as u64);
+        }
+        progress.end();
+        let shape = loader.shape;
+        Ok(Self {
+            hidden,
+            shape,
+            eps: config.rms_norm_eps,
+            rank,
+            vocab_first: local_vocab.start as u32,
+            embed: device.table(loader.cut("model.embed_tokens.weight", [config.vocab, hidden], Cut::Rows)?)?,
+            layers,
+            norm: loader.vector("model.norm.weight", hidden)?,
+            head: device.matrix(loader.cut("lm_head.weight", [config.vocab, hidden], Cut::Rows)?)?,
+            taps: (0..config.layers).map(|layer| taps.iter().position(|&tap| tap == layer)).collect(),
+            x: device.act(rows, hidden)?,
+            normed: device.act(rows, hidden)?,
+            last: device.act(1, hidden)?,
+            partial: device.act(rows, hidden)?,
+            q: device.act(rows, shape.heads * shape.query_width())?,
+            attended: device.act(rows, shape.heads * shape.value)?,
+            local_logits: device.act(rows, local_vocab.len())?,
+            logits: device.act(rows, config.vocab)?,
+            tapped: device.act(rows, (taps.len() * hidden).max(1))?,
+        })
+    }
+
+    pub fn shape(&self) -> MlaShape {
+        self.shape
+    }
+
+    pub fn layer_count(&self) -> usize {
+        self.layers.len()
+    }
+
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Embeds the rows' tokens.
+    pub fn embed(&self, device: &D, rows: &D::Rows, out: &mut D::Act) -> Result<()> {
+        device.embed(&self.embed, self.vocab_first, rows, out)?;
+        device.all_reduce(out, rows)
+    }
+
+    /// One pass over `rows`: their latents go into the cache, their outputs into `x`, the tapped ones into `tapped`.
+    pub fn forward(&mut self, device: &D, rows: &D::Rows, form: Form, latents: &mut D::Latents) -> Result<()> {
+        self.forward_watched(device, rows, form, latents, &mut |_, _| Ok(()))
+    }
+
+    /// The same; `watch` is shown the residual stream: 0 = embedding, l + 1 = after layer l.
+    pub fn forward_watched(
+        &mut self,
+        device: &D,
+        rows: &D::Rows,
+        form: Form,
+        latents: &mut D::Latents,
+        watch: &mut dyn FnMut(usize, &D::Act) -> Result<()>,
+    ) -> Result<()> {
+        device.embed(&self.embed, self.vocab_first, rows, &mut self.x)?;
+        device.all_reduce(&mut self.x, rows)?;
+        watch(0, &self.x)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            device.rms_norm(&self.x, &layer.input_norm, self.eps, rows, &mut self.normed)?;
+            device.mla_project(&layer.projection, self.shape, &self.normed, rows, latents, index, &mut self.q)?;
+            match form {
+                Form::Direct => {
+                    device.prompt_attention(&layer.absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended)?;
+                }
+                Form::Absorbed => {
+                    device.verify_attention(&layer.absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended)?;
+                }
+            }
+            device.linear(&self.attended, &layer.output, rows, &mut self.partial)?;
+            device.add_reduced(&mut self.x, &mut self.partial, rows)?;
+            device.rms_norm(&self.x, &layer.post_norm, self.eps, rows, &mut self.normed)?;
+            match &layer.mlp {
+                LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial)?,
+                LayerMlp::Experts(moe) => device.moe(moe, &self.normed, rows, index, &mut self.partial)?,
+            }
+            device.add_reduced(&mut self.x, &mut self.partial, rows)?;
+            if let Some(tap) = self.taps[index] {
+                device.tap(&self.x, rows, tap, &mut self.tapped)?;
+            }
+            watch(index + 1, &self.x)?;
+        }
+        Ok(())
+    }
+
+    /// Logits of every row of the last pass.
+    pub fn head(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
+        device.rms_norm(&self.x, &self.norm, self.eps, rows, &mut self.normed)?;
+        device.linear(&self.normed, &self.head, rows, &mut self.local_logits)?;
+        device.gather_columns(&self.local_logits, rows, &mut self.logits)
+    }
+
+    /// Logits of the last row alone, in row 0 of `logits`; `last` becomes that row.
+    pub fn head_of_last(&mut self, device: &D, rows: &D::Rows, last: &mut D::Rows) -> Result<()> {
+        device.last_row(&self.x, rows, &mut self.last, last)?;
+        device.rms_norm(&self.last, &self.norm, self.eps, last, &mut self.normed)?;
+        device.linear(&self.normed, &self.head, last, &mut self.local_logits)?;
+        device.gather_columns(&self.local_logits, last, &mut self.logits)
+    }
+
+    /// Logits of rows that are already normed: the drafter's, which shares this head.
+    pub fn project(&mut self, device: &D, normed: &D::Act, rows: &D::Rows) -> Result<()> {
+        device.linear(normed, &self.head, rows, &mut self.local_logits)?;
+        device.gather_columns(&self.local_logits, rows, &mut self.logits)
+    }
+
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+}
+
+/// Attention shapes of one rank.
+pub fn shape_of(config: &TargetConfig, rank: Rank) -> MlaShape {
+    MlaShape {
+        heads: config.heads / rank.size,
+        nope: config.nope_dim,
+        rope: config.rope_dim,
+        value: config.v_dim,
+        latent: config.kv_lora_rank,
+        scale: config.softmax_scale() as f32,
+    }
+}
+
+/// cos and sin for positions `0..context` of the target.
+pub fn rope_table(rope: &super::rope::Rope, context: usize) -> RopeTable {
+    let (cos, sin) = rope.angles().table(context);
+    RopeTable { half: rope.dim / 2, cos, sin }
+}
+
+struct Loader<'a, D: Device> {
+    device: &'a D,
+    checkpoint: &'a Checkpoint,
+    config: &'a TargetConfig,
+    rank: Rank,
+    shape: MlaShape,
+}
+
+impl<D: Device> Loader<'_, D> {
+    fn cut(&self, name: &str, shape: [usize; 2], cut: Cut) -> Result<Matrix<'_>> {
+        Ok(self.checkpoint.matrix(name, shape)?.cut(cut, self.rank.index, self.rank.size))
+    }
+
+    fn matrix(&self, name: &str, shape: [usize; 2], cut: Cut) -> Result<D::Matrix> {
+        self.device.matrix(self.cut(name, shape, cut)?)
+    }
+
+    fn vector(&self, name: &str, size: usize) -> Result<D::Vector> {
+        self.device.vector(&self.checkpoint.vector(name, size)?)
+    }
+
+    fn layer(&self, layer: usize) -> Result<Layer<D>> {
+        let (config, hidden) = (self.config, self.config.hidden);
+        let name = |tensor: &str| format!("model.layers.{layer}.{tensor}.weight");
+        let attention = |tensor: &str| format!("model.layers.{layer}.self_attn.{tensor}.weight");
+        let wide = config.nope_dim + config.v_dim;
+        Ok(Layer {
+            input_norm: self.vector(&name("input_layernorm"), hidden)?,
+            projection: MlaProjection {
+                q_a: self.matrix(&attention("q_a_proj"), [config.q_lora_rank, hidden], Cut::Whole)?,
+                q_a_norm: self.vector(&attention("q_a_layernorm"), config.q_lora_rank)?,
+                q_b: self.matrix(&attention("q_b_proj"), [config.heads * config.qk_dim(), config.q_lora_rank], Cut::Rows)?,
+                kv_a: self.matrix(&attention("kv_a_proj_with_mqa"), [config.slot_width(), hidden], Cut::Whole)?,
+                kv_a_norm: self.vector(&attention("kv_a_layernorm"), config.kv_lora_rank)?,
+                eps: LATENT_NORM_EPS,
+            },
+            absorbed: {
+                let kv_b = self.cut(&attention("kv_b_proj"), [config.heads * wide, config.kv_lora_rank], Cut::Rows)?;
+                self.device.absorbed(kv_b, self.shape)?
+            },
+            output: self.matrix(&attention("o_proj"), [hidden, config.heads * config.v_dim], Cut::Columns)?,
+            post_norm: self.vector(&name("post_attention_layernorm"), hidden)?,
+            mlp: if config.is_moe(layer) {
+                LayerMlp::Experts(self.moe(layer)?)
+            } else {
+                LayerMlp::Dense(self.mlp(&format!("model.layers.{layer}.mlp"), config.dense_intermediate)?)
+            },
+        })
+    }
+
+    fn mlp(&self, module: &str, inner: usize) -> Result<Mlp<D>> {
+        let hidden = self.config.hidden;
+        let up = |which: &str| self.cut(&format!("{module}.{which}_proj.weight"), [inner, hidden], Cut::Rows);
+        Ok(Mlp {
+            gate_up: self.device.matrix(stack(&[up("gate")?, up("up")?]))?,
+            down: self.matrix(&format!("{module}.down_proj.weight"), [hidden, inner], Cut::Columns)?,
+        })
+    }
+
+    fn moe(&self, layer: usize) -> Result<Moe<D>> {
+        let (config, module) = (self.config, format!("model.layers.{layer}.mlp"));
+        let experts: Result<Vec<HostExpert<'_>>> = (0..config.experts).map(|expert| self.expert(&module, expert)).collect();
+        Ok(Moe {
+            router: self.matrix(&format!("{module}.gate.weight"), [config.experts, config.hidden], Cut::Whole)?,
+            bias: self.vector(&format!("{module}.gate.e_score_correction_bias"), config.experts)?,
+            experts: self.device.experts(&experts?)?,
+            shared: self.mlp(&format!("{module}.shared_experts"), config.shared_intermediate())?,
+            top_k: config.top_k,
+            scaling: config.routed_scaling as f32,
+        })
+    }
+
+    fn expert(&self, module: &str, expert: usize) -> Result<HostExpert<'_>> {
+        let (inner, hidden) = (self.config.moe_intermediate, self.config.hidden);
+        let of = |which: &str, shape: [usize; 2], cut: Cut| -> Result<Int4Matrix<'_>> {
+            let matrix = self.checkpoint.int4(&format!("{module}.experts.{expert}.{which}_proj"), shape)?;
+            Ok(matrix.cut(cut, self.rank.index, self.rank.size))
+        };
+        Ok(HostExpert {
+            gate: of("gate", [inner, hidden], Cut::Rows)?,
+            up: of("up", [inner, hidden], Cut::Rows)?,
+            down: of("down", [hidden, inner], Cut::Columns)?,
+        })
+    }
+}
