@@ -2,6 +2,7 @@
 //!
 //! How a token travels: `server` (HTTP) -> `engine` (one thread, owns the device) -> per round: draft, grow, verify, walk, commit.
 
+pub mod cache;
 pub mod device;
 pub mod engine;
 pub mod faults;

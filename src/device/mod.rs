@@ -10,6 +10,7 @@ pub mod host;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::model::tensor::Matrix;
+use crate::speculate::tree::Tree;
 use host::HostExpert;
 
 /// A fault of the device or of what it was asked to do.
@@ -161,6 +162,7 @@ pub struct DraftAttention<D: Device> {
 }
 
 /// A request as the device knows it.
+#[derive(Clone, Debug)]
 pub struct Admission {
     pub sampling: Sampling,
     /// Ids that may not be sampled for a position before `free_from`.
@@ -195,10 +197,8 @@ pub struct Outcome {
     pub logprobs: Vec<TokenLogprob>,
     /// Accepted rows, root first.
     pub path: Vec<u8>,
-    /// Tree rows actually verified.
-    pub rows: usize,
-    /// Probability mass the drafter gave to its nodes: the expected number of accepted drafted tokens under its own marginals.
-    pub expected: f32,
+    /// The tree that was verified; `None` after `begin`.
+    pub tree: Option<Tree>,
     /// Set when the logits could not be sampled from (NaN, nothing allowed).
     pub fault: Option<String>,
 }

@@ -100,7 +100,7 @@ impl CpuRound {
         let mut outcome = self.walk_one(0, 0).1;
         let running = self.requests[request].as_mut().expect("admitted");
         running.length = prompt;
-        outcome.path.clear();
+        (outcome.path, outcome.tree) = (Vec::new(), None);
         self.outcomes.push(outcome);
         Ok(())
     }
@@ -246,7 +246,7 @@ impl CpuRound {
     fn walk_one(&mut self, at: usize, first: usize) -> (Vec<u8>, Outcome) {
         let tree = &self.trees[at];
         let picks = &self.picks[first..first + tree.rows];
-        let mut outcome = Outcome { rows: tree.rows, expected: tree.expected() as f32, ..Outcome::default() };
+        let mut outcome = Outcome { tree: Some(tree.clone()), ..Outcome::default() };
         let tokens: Vec<u32> = picks.iter().map(|pick| pick.as_ref().copied().unwrap_or(u32::MAX)).collect();
         let mut path = [0u8; MAX_ROWS];
         let accepted = walk(tree, &tokens, &mut path);

@@ -1,0 +1,3 @@
+//! Where keys and values live: slots handed out in aligned blocks.
+
+pub mod slots;
