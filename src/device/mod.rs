@@ -340,8 +340,8 @@ pub trait Device: Sized + 'static {
     fn place_chunk(&self, round: &Self::Round, request: usize, start: usize, tokens: &[u32], rows: &mut Self::Rows) -> Result<()>;
     /// Keeps only the last row of `h` (the one whose logits matter) in row 0 of `out`.
     fn last_row(&self, h: &Self::Act, rows: &Self::Rows, out: &mut Self::Act, last: &mut Self::Rows) -> Result<()>;
-    /// The prompt is in the cache: its length, and the first token from row 0 of `logits`.
-    fn begin(&self, round: &mut Self::Round, request: usize, prompt: usize, logits: &Self::Act) -> Result<()>;
+    /// The prompt is in the cache: its length, and the first token from row 0 of `logits` (`mask` = allowed tokens, if restricted).
+    fn begin(&self, round: &mut Self::Round, request: usize, prompt: usize, logits: &Self::Act, mask: Option<&[u32]>) -> Result<()>;
     /// Fixes who takes part in this round with how many rows.
     fn plan(&self, round: &mut Self::Round, shares: &[Share]) -> Result<()>;
     /// Block rows `[anchor, MASK ...]` of every planned request that verifies more than one row.

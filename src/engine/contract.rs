@@ -100,8 +100,9 @@ pub trait Constraint: Send {
 #[derive(Clone, Debug)]
 pub struct Token {
     pub id: u32,
-    /// Text that became certain with this token: may be empty (half a character, a possible stop string, a special token) and
-    /// may hold what earlier tokens held back. The concatenation over a request is its text.
+    /// Text that became certain with this token: may be empty (half a character, a possible stop string) and may hold what earlier
+    /// tokens held back. Control tokens give no text of their own, only what was held back before them; who wants to show one
+    /// appends its name after this text. The concatenation over a request is its text.
     pub text: String,
     pub logprob: Option<TokenLogprob>,
 }
@@ -172,6 +173,21 @@ pub struct Finished {
     pub completion_tokens: u32,
     pub speculation: Speculation,
     pub timing: Timing,
+}
+
+impl Finished {
+    /// Cancelled before anything was computed.
+    pub fn aborted(prompt_tokens: usize) -> Self {
+        Self {
+            reason: FinishReason::Abort,
+            stop_match: None,
+            prompt_tokens: prompt_tokens as u32,
+            cached_tokens: 0,
+            completion_tokens: 0,
+            speculation: Speculation::default(),
+            timing: Timing::default(),
+        }
+    }
 }
 
 /// Counts of one request's rounds. Mean acceptance length = 1 + accepted / rounds (the bonus token counts).

@@ -39,6 +39,8 @@ pub struct Chunk {
     pub drafts: bool,
     /// Log-probabilities of the prompt: the token after each row (as far as the prompt goes) and how many alternatives.
     pub logprobs: Option<(Arc<[u32]>, u32)>,
+    /// Tokens allowed after the prompt.
+    pub mask: Option<Arc<[u32]>>,
 }
 
 /// One rank: device, weights, caches and round state.
@@ -107,7 +109,7 @@ impl<D: Device> Executor<D> {
         }
         if chunk.last {
             target.head_of_last(device, chunk_rows, &mut self.last_row)?;
-            device.begin(&mut self.round, chunk.request, chunk.start + chunk.tokens.len(), &target.logits)?;
+            device.begin(&mut self.round, chunk.request, chunk.start + chunk.tokens.len(), &target.logits, chunk.mask.as_deref())?;
         }
         Ok(())
     }

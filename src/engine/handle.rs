@@ -1,7 +1,7 @@
 //! The door to the engine thread: a bounded queue of requests in, one event stream per request out, and what is known of its health.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,9 @@ pub struct Shared {
     waiting: AtomicUsize,
     running: AtomicUsize,
     stop: AtomicBool,
+    /// Milliseconds since `born` at the engine's last sign of life.
+    beat: AtomicU64,
+    born: Instant,
 }
 
 impl Shared {
@@ -53,6 +56,21 @@ impl Shared {
 
     pub fn set_running(&self, running: usize) {
         self.running.store(running, Ordering::Relaxed);
+    }
+
+    /// A sign of life of the engine thread, once per step.
+    pub fn beat(&self) {
+        self.beat.store(self.born.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// How long ago the engine thread last gave one.
+    pub fn since_beat(&self) -> Duration {
+        self.born.elapsed().saturating_sub(Duration::from_millis(self.beat.load(Ordering::Relaxed)))
+    }
+
+    /// A submission was put in front of the engine.
+    pub fn joined_queue(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The engine took a submission out of the queue (or dropped it).
@@ -98,6 +116,8 @@ impl EngineHandle {
             waiting: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            beat: AtomicU64::new(0),
+            born: Instant::now(),
         });
         let handle = Self { queue, shared: shared.clone(), info: Arc::new(info), tokenizer };
         (handle, Inbox { queue: inbox, shared })
@@ -115,7 +135,7 @@ impl EngineHandle {
         let (events, stream) = tokio::sync::mpsc::unbounded_channel();
         let cancel = Arc::new(AtomicBool::new(false));
         let submission = Submission { request, events, cancel: cancel.clone(), submitted: Instant::now() };
-        self.shared.waiting.fetch_add(1, Ordering::Relaxed);
+        self.shared.joined_queue();
         match self.queue.try_send(submission) {
             Ok(()) => Ok(EventStream { events: stream, cancel }),
             Err(error) => {
@@ -164,6 +184,11 @@ impl EngineHandle {
 
     pub fn running(&self) -> usize {
         self.shared.running()
+    }
+
+    /// How long ago the engine thread last gave a sign of life (one per step, ten a second when idle).
+    pub fn since_beat(&self) -> Duration {
+        self.shared.since_beat()
     }
 
     /// From now on nothing is accepted; what was accepted runs to its end.

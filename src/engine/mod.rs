@@ -1,5 +1,8 @@
 //! The engine thread: owns the device, advances every running request round by round.
 
+mod active;
 pub mod contract;
 pub mod executor;
 pub mod handle;
+pub mod scheduler;
+mod text;

@@ -443,8 +443,8 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn begin(&self, round: &mut CpuRound, request: usize, prompt: usize, logits: &CpuAct) -> Result<()> {
-        round.begin(request, prompt, &logits.data)
+    fn begin(&self, round: &mut CpuRound, request: usize, prompt: usize, logits: &CpuAct, mask: Option<&[u32]>) -> Result<()> {
+        round.begin(request, prompt, &logits.data, mask)
     }
 
     fn plan(&self, round: &mut CpuRound, shares: &[Share]) -> Result<()> {

@@ -89,13 +89,16 @@ impl CpuRound {
     }
 
     /// The first token after a prompt of `prompt` tokens.
-    pub fn begin(&mut self, request: usize, prompt: usize, logits: &[f32]) -> Result<()> {
+    pub fn begin(&mut self, request: usize, prompt: usize, logits: &[f32], mask: Option<&[u32]>) -> Result<()> {
         self.running(request)?;
         self.plan(&[Share { request, rows: 1, chain: false }])?;
         let running = self.requests[request].as_mut().expect("admitted");
         // The row in hand is the last prompt token, one position before the length.
         running.length = prompt - 1;
         self.trees[0].root(0);
+        if let Some(mask) = mask {
+            self.set_masks(0, mask);
+        }
         self.sample(logits);
         let mut outcome = self.walk_one(0, 0).1;
         let running = self.requests[request].as_mut().expect("admitted");
