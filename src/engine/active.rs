@@ -101,7 +101,8 @@ impl Active {
         self.timing.prefill = self.started.elapsed();
         self.decoding_since = Some(Instant::now());
         if self.submission.request.prompt_logprobs.is_some() {
-            self.send(Event::Prompt(std::mem::take(&mut self.prompt_logprobs)));
+            let logprobs = std::mem::take(&mut self.prompt_logprobs);
+            self.send(Event::Prompt(logprobs));
         }
     }
 

@@ -9,6 +9,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::contract::{Event, EventStream, ModelInfo, Refused, Request};
+use super::options::slots_of_request;
 use crate::model::tokenizer::Tokenizer;
 
 /// What `/health` answers from.
@@ -160,8 +161,13 @@ impl EngineHandle {
         if request.max_tokens == 0 {
             return Err(Refused::Invalid("max_tokens must be at least 1".into()));
         }
-        if request.prompt.len() + request.max_tokens as usize > limit {
+        let tokens = request.prompt.len().saturating_add(request.max_tokens as usize);
+        if tokens > limit {
             return Err(Refused::ContextLength { prompt: request.prompt.len(), max_tokens: request.max_tokens, limit });
+        }
+        let needed = slots_of_request(tokens);
+        if needed > self.info.kv_slots {
+            return Err(Refused::KvCapacity { needed, slots: self.info.kv_slots });
         }
         Ok(())
     }

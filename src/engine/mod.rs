@@ -2,7 +2,10 @@
 
 mod active;
 pub mod contract;
+pub mod driver;
 pub mod executor;
 pub mod handle;
+pub mod options;
 pub mod scheduler;
+pub mod start;
 mod text;

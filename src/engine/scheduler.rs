@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::active::{Active, End};
-use super::contract::{Event, Failure, FailureKind, FinishReason, Observer, RoundReport, RoundTrace};
+use super::contract::{Event, Failure, FailureKind, FinishReason, LayerDiff, ModelInfo, Observer, RoundReport, RoundTrace};
 use super::executor::{Chunk, Command};
 use super::handle::{Health, Inbox, Submission};
+use super::options::slots_of_request;
 use crate::cache::slots::Slots;
 use crate::device::{Admission, Device, DeviceError, Limits, Outcome, Share, Verify};
 use crate::faults::{Fault, fires, planted};
@@ -28,7 +29,7 @@ const IDLE: Duration = Duration::from_millis(100);
 pub struct Setup {
     pub limits: Limits,
     pub tokenizer: Arc<Tokenizer>,
-    pub stop_ids: Vec<u32>,
+    pub info: ModelInfo,
     /// Budget of requests that ask for none.
     pub budget: Budget,
     pub prior: Prior,
@@ -46,6 +47,8 @@ pub struct Engine<D: Device> {
     cost: CostModel,
     /// Acceptance of all requests lately: where a new one starts.
     auto: AutoBudget,
+    /// Worst differences per layer since they were last taken.
+    validated: Vec<LayerDiff>,
 }
 
 impl<D: Device> Engine<D> {
@@ -56,6 +59,7 @@ impl<D: Device> Engine<D> {
             active: (0..setup.limits.requests).map(|_| None).collect(),
             cost: CostModel::new(setup.prior),
             auto: AutoBudget::new(setup.limits.block, MAX_ROWS),
+            validated: Vec::new(),
             ranks,
             setup,
             inbox,
@@ -64,6 +68,22 @@ impl<D: Device> Engine<D> {
 
     pub fn ranks(&mut self) -> &mut Ranks<D> {
         &mut self.ranks
+    }
+
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.setup.tokenizer
+    }
+
+    pub fn info(&self) -> &ModelInfo {
+        &self.setup.info
+    }
+
+    pub fn beat(&self) {
+        self.inbox.shared.beat();
+    }
+
+    pub fn take_validation(&mut self) -> Vec<LayerDiff> {
+        std::mem::take(&mut self.validated)
     }
 
     pub fn verify(&self) -> Verify {
@@ -149,11 +169,8 @@ impl<D: Device> Engine<D> {
     fn drop_cancelled(&mut self) {
         let stopping = self.inbox.shared.stop_requested();
         let cancelled = |submission: &Submission| stopping || submission.cancel.load(std::sync::atomic::Ordering::Relaxed);
-        let gone: Vec<Submission> = {
-            let (gone, kept) = std::mem::take(&mut self.waiting).into_iter().partition(cancelled);
-            self.waiting = kept;
-            gone
-        };
+        let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.waiting).into_iter().partition(cancelled);
+        self.waiting = kept;
         for submission in gone {
             self.inbox.shared.left_queue();
             let _ = submission.events.send(Event::Finished(super::contract::Finished::aborted(submission.request.prompt.len())));
@@ -169,14 +186,13 @@ impl<D: Device> Engine<D> {
     fn admit(&mut self) -> Result<(), DeviceError> {
         while let Some(next) = self.waiting.front() {
             let Some(request) = self.active.iter().position(Option::is_none) else { break };
-            // Draft rows stand beyond the last committed token, up to a full tree.
-            let tokens = next.request.prompt.len() + next.request.max_tokens as usize + MAX_ROWS;
-            let Some(lease) = self.slots.take(tokens) else { break };
+            let tokens = next.request.prompt.len() + next.request.max_tokens as usize;
+            let Some(lease) = self.slots.take(slots_of_request(tokens)) else { break };
             let Some(submission) = self.waiting.pop_front() else { break };
             self.inbox.shared.left_queue();
             let budget = submission.request.budget.unwrap_or(self.setup.budget);
             let auto = self.auto.inherit(INHERITED_ROUNDS);
-            let active = Active::new(submission, lease, budget, auto, &self.setup.stop_ids);
+            let active = Active::new(submission, lease, budget, auto, &self.setup.info.stop_ids);
             let admission = self.admission(&active);
             self.ranks.apply(Command::Admit { request, admission: Arc::new(admission) })?;
             self.active[request] = Some(active);
@@ -187,7 +203,7 @@ impl<D: Device> Engine<D> {
 
     fn admission(&self, active: &Active) -> Admission {
         let request = &active.submission.request;
-        let mut suppressed = self.setup.stop_ids.clone();
+        let mut suppressed = self.setup.info.stop_ids.clone();
         suppressed.extend_from_slice(&request.stop.ids);
         Admission {
             sampling: request.sampling.clone(),
@@ -351,6 +367,7 @@ impl<D: Device> Engine<D> {
     fn report(&mut self, shares: &[Share], outcomes: &[Outcome], took: Duration) {
         let rows_of = |outcome: &Outcome| outcome.tree.as_ref().map_or(0, |tree| tree.rows);
         let validation = if self.setup.verify == Verify::Validate { self.ranks.take_validation() } else { Vec::new() };
+        merge(&mut self.validated, &validation);
         let report = RoundReport {
             requests: shares.len(),
             rows: outcomes.iter().map(rows_of).sum(),
@@ -404,6 +421,20 @@ impl<D: Device> Engine<D> {
         self.inbox.shared.set_running(running);
         self.setup.observer.queue(self.inbox.shared.waiting(), running);
         self.setup.observer.kv(self.slots.used(), 0);
+    }
+}
+
+/// Keeps the worst of each layer.
+fn merge(worst: &mut Vec<LayerDiff>, new: &[LayerDiff]) {
+    if worst.len() < new.len() {
+        worst.resize(new.len(), LayerDiff { cosine: 1.0, ..LayerDiff::default() });
+    }
+    for (worst, new) in worst.iter_mut().zip(new) {
+        worst.max_abs = worst.max_abs.max(new.max_abs);
+        worst.max_ulp = worst.max_ulp.max(new.max_ulp);
+        worst.cosine = worst.cosine.min(new.cosine);
+        worst.argmax_equal += new.argmax_equal;
+        worst.rows += new.rows;
     }
 }
 

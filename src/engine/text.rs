@@ -73,10 +73,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::model::source::ModelSource;
 
     fn tokenizer() -> &'static Tokenizer {
         static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
-        TOKENIZER.get_or_init(Tokenizer::mini)
+        TOKENIZER.get_or_init(|| Tokenizer::load(&ModelSource::directory("models/k26-mini")).unwrap())
     }
 
     fn run(text: &str, stops: &[String], include: bool) -> (String, Option<String>) {

@@ -187,8 +187,12 @@ impl TargetConfig {
 impl DraftConfig {
     /// Why the drafter cannot be cut over this many ranks; empty when it can.
     pub fn tp_problems(&self, ranks: usize) -> Vec<Problem> {
-        let sizes = [("num_attention_heads", self.heads), ("num_key_value_heads", self.kv_heads), ("intermediate_size", self.intermediate)];
-        uneven(ranks, &sizes)
+        let mut problems = uneven(ranks, &[("num_attention_heads", self.heads), ("intermediate_size", self.intermediate)]);
+        // Where there are more ranks than key heads, ranks that share a key head hold a copy each.
+        if ranks > 0 && !ranks.is_multiple_of(self.kv_heads) {
+            problems.extend(uneven(ranks, &[("num_key_value_heads", self.kv_heads)]));
+        }
+        problems
     }
 }
 

@@ -1,0 +1,273 @@
+//! Starting an engine: configuration and tokenizer first (cheap, and every mistake in them is an immediate error), then the engine
+//! thread, which loads the weights, warms up, lets the caller inspect it (the gate) and serves.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use super::contract::{ModelInfo, Observer};
+use super::driver::{Driver, warm_up};
+use super::executor::Executor;
+use super::handle::{EngineHandle, Health, Inbox, Shared};
+use super::options::{DeviceKind, EngineOptions, VERIFY_ROWS, slots_of_request};
+use super::scheduler::{Engine, Setup};
+use crate::device::cpu::CpuDevice;
+use crate::device::{Device, DeviceError, KernelFault, Limits};
+use crate::faults::{Fault, planted};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::config::{DraftConfig, TargetConfig};
+use crate::model::drafter::Drafter;
+use crate::model::problem::Problems;
+use crate::model::progress::{Progress, Silent};
+use crate::model::source::ModelSource;
+use crate::model::target::{Target, rope_table};
+use crate::model::tokenizer::Tokenizer;
+use crate::parallel::Rank;
+use crate::parallel::collective::Collective;
+use crate::parallel::ranks::{Ranks, pool};
+use crate::speculate::budget::MAX_ROWS;
+use crate::speculate::cost::Prior;
+
+/// Why an engine did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("{0}")]
+    Model(#[from] Problems),
+    #[error("{0}")]
+    Options(String),
+    #[error("{0}")]
+    Device(#[from] DeviceError),
+}
+
+/// A model whose configuration was read and whose checkpoint was checked, not loaded yet.
+pub struct Prepared {
+    pub options: EngineOptions,
+    pub config: TargetConfig,
+    pub draft: Option<DraftConfig>,
+    pub tokenizer: Arc<Tokenizer>,
+    pub info: ModelInfo,
+    checkpoint: Arc<Checkpoint>,
+    draft_checkpoint: Option<Arc<Checkpoint>>,
+    limits: Limits,
+}
+
+impl Prepared {
+    /// Reads configurations, tokenizer and headers.
+    pub fn read(options: EngineOptions) -> Result<Self, StartError> {
+        if let Some(problem) = options.problems().into_iter().next() {
+            return Err(StartError::Options(problem));
+        }
+        let source = options.target();
+        let config = TargetConfig::load(&source)?;
+        let tokenizer = Tokenizer::load(&source)?;
+        tokenizer.fits(&config).map_err(|problem| Problems::one(source.to_string(), problem))?;
+        let checkpoint = Checkpoint::open_target(&source, &config)?;
+        let draft_source = options.draft_source();
+        let draft = draft_source.as_ref().map(|source| DraftConfig::load(source, &config)).transpose()?;
+        let draft_checkpoint = match (&draft_source, &draft) {
+            (Some(source), Some(draft)) => Some(Arc::new(Checkpoint::open_drafter(source, draft)?)),
+            _ => None,
+        };
+        let mut cuts = config.tp_problems(options.ranks);
+        cuts.extend(draft.iter().flat_map(|draft| draft.tp_problems(options.ranks)));
+        Problems::unless_empty(&source.to_string(), cuts, ())?;
+        let limits = limits_of(&options, &config, draft.as_ref());
+        let info = ModelInfo {
+            name: served_name(&options, &source),
+            vocab_size: config.vocab,
+            max_model_len: limits.context,
+            stop_ids: config.stop_ids.clone(),
+            max_rows: if draft.is_some() { MAX_ROWS } else { 1 },
+            max_running: limits.requests,
+            kv_slots: limits.slots,
+        };
+        Ok(Self {
+            options,
+            tokenizer: Arc::new(tokenizer),
+            info,
+            checkpoint: Arc::new(checkpoint),
+            draft_checkpoint,
+            limits,
+            config,
+            draft,
+        })
+    }
+
+    /// Starts the engine thread and returns at once; the handle's health says when it is ready. `before_ready` runs on the engine
+    /// thread once everything is loaded and warm; its error keeps the engine from ever serving.
+    pub fn start(
+        self,
+        observer: Arc<dyn Observer>,
+        progress: Box<dyn Progress>,
+        before_ready: BeforeReady,
+    ) -> (EngineHandle, EngineThread) {
+        let (handle, inbox) = EngineHandle::new(self.info.clone(), self.tokenizer.clone(), self.options.max_waiting);
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let shared = inbox.shared.clone();
+            let _alive = DeathNotice(shared.clone());
+            let result = self.work(inbox, observer, progress.as_ref(), before_ready);
+            shared.set_health(Health::Dead(result.as_ref().err().map_or("the engine has stopped".into(), ToString::to_string)));
+            result
+        });
+        (handle, thread.expect("the operating system gives one thread"))
+    }
+
+    fn work(self, inbox: Inbox, observer: Arc<dyn Observer>, progress: &dyn Progress, before_ready: BeforeReady) -> Result<(), StartError> {
+        let shared = inbox.shared.clone();
+        shared.set_health(Health::Loading("loading the model".into()));
+        if let Some(milliseconds) = planted(Fault::SlowLoad) {
+            std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        }
+        let threads = match self.options.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        };
+        let per_rank = (threads / self.options.ranks).max(1);
+        let _pool = pool(per_rank)?;
+        self.checkpoint.scan_values(progress)?;
+        if let Some(drafter) = &self.draft_checkpoint {
+            drafter.scan_values(&Silent)?;
+        }
+        match self.options.device {
+            DeviceKind::Auto | DeviceKind::Cpu => {}
+            DeviceKind::Cuda => return Err(StartError::Options("device cuda: this binary serves on the CPU only".into())),
+        }
+        let ranks = self.cpu_ranks(per_rank)?;
+        self.serve(ranks, inbox, observer, before_ready)
+    }
+
+    fn serve<D: Device>(
+        self,
+        ranks: Ranks<D>,
+        inbox: Inbox,
+        observer: Arc<dyn Observer>,
+        before_ready: BeforeReady,
+    ) -> Result<(), StartError> {
+        let shared = inbox.shared.clone();
+        let setup = Setup {
+            limits: self.limits,
+            tokenizer: self.tokenizer,
+            info: self.info,
+            budget: self.options.budget,
+            prior: prior_of(&self.config),
+            observer,
+            verify: self.options.verify,
+        };
+        let mut engine = Engine::new(ranks, setup, inbox);
+        shared.set_health(Health::Loading("warming up".into()));
+        let took = warm_up(&mut engine)?;
+        tracing::info!(milliseconds = took.as_millis() as u64, "warm");
+        before_ready(&mut engine).map_err(StartError::Options)?;
+        shared.set_health(Health::Ready);
+        engine.run()?;
+        Ok(())
+    }
+
+    /// Every rank of the CPU device; rank 0 on this thread.
+    fn cpu_ranks(&self, threads: usize) -> Result<Ranks<CpuDevice>, DeviceError> {
+        let size = self.options.ranks;
+        let mut ends: Vec<Option<Collective>> =
+            if size == 1 { vec![None] } else { Collective::group(size).into_iter().map(Some).collect() };
+        let ends = std::sync::Mutex::new(std::mem::take(&mut ends));
+        let (config, draft, limits) = (self.config.clone(), self.draft.clone(), self.limits.clone());
+        let (checkpoint, draft_checkpoint, verify) = (self.checkpoint.clone(), self.draft_checkpoint.clone(), self.options.verify);
+        let build = move |index: usize| {
+            let end = ends.lock().unwrap_or_else(std::sync::PoisonError::into_inner)[index].take();
+            let mut device = CpuDevice::new(verify, end);
+            device.plant(planted_kernel_fault());
+            let rank = Rank { index, size };
+            load_rank(device, &config, draft.as_ref(), &checkpoint, draft_checkpoint.as_deref(), &limits, rank)
+        };
+        Ranks::start(size, threads, Arc::new(build))
+    }
+}
+
+/// Runs on the engine thread before it reports ready.
+pub type BeforeReady = Box<dyn FnOnce(&mut dyn Driver) -> Result<(), String> + Send>;
+
+/// The engine thread; its result says why it ended.
+pub type EngineThread = JoinHandle<Result<(), StartError>>;
+
+/// Turns health red when the engine thread ends in any way, a panic included.
+struct DeathNotice(Arc<Shared>);
+
+impl Drop for DeathNotice {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.set_health(Health::Dead("the engine thread panicked".into()));
+        }
+    }
+}
+
+/// Target and drafter of one rank on its device.
+fn load_rank<D: Device>(
+    mut device: D,
+    config: &TargetConfig,
+    draft: Option<&DraftConfig>,
+    checkpoint: &Checkpoint,
+    draft_checkpoint: Option<&Checkpoint>,
+    limits: &Limits,
+    rank: Rank,
+) -> Result<Executor<D>, DeviceError> {
+    // Draft rows stand up to a block beyond the context limit.
+    let positions = slots_of_request(limits.context);
+    device.set_rope(rope_table(&config.rope, positions), draft.map(|draft| rope_table(&draft.rope, positions)))?;
+    let taps = draft.map_or(&[][..], |draft| &draft.taps);
+    let target = Target::load(&device, checkpoint, config, taps, rank, limits, &Silent)?;
+    let drafter = match (draft, draft_checkpoint) {
+        (Some(draft), Some(checkpoint)) => Some(Drafter::load(&device, checkpoint, draft, rank, limits)?),
+        _ => None,
+    };
+    Executor::new(device, target, drafter, limits, taps.len())
+}
+
+fn limits_of(options: &EngineOptions, config: &TargetConfig, draft: Option<&DraftConfig>) -> Limits {
+    let context = options.context(config.max_positions);
+    // The CPU caches are f32.
+    let bytes = 4 * (config.layers * config.slot_width() + draft.map_or(0, DraftConfig::slot_width));
+    Limits {
+        requests: options.max_running,
+        verify_rows: VERIFY_ROWS.max(options.max_running),
+        chunk_rows: options.chunk_tokens,
+        context,
+        slots: options.slots(context, bytes),
+        block: draft.map_or(1, |draft| draft.block_size),
+        vocab: config.vocab,
+    }
+}
+
+fn served_name(options: &EngineOptions, source: &ModelSource) -> String {
+    if !options.served_name.is_empty() {
+        return options.served_name.clone();
+    }
+    match source {
+        ModelSource::Directory(path) => path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into()),
+        _ => "k26-mini".into(),
+    }
+}
+
+/// A first guess of what rounds cost, from bytes at 20 GB/s; measured rounds replace it.
+fn prior_of(config: &TargetConfig) -> Prior {
+    let per_microsecond = 20_000.0;
+    let expert = 3.0 * (config.hidden * config.moe_intermediate) as f64 * 0.5625;
+    let attention = config.hidden * (config.q_lora_rank + config.slot_width())
+        + config.heads * (config.qk_dim() * config.q_lora_rank + (config.nope_dim + config.v_dim) * config.kv_lora_rank)
+        + config.heads * config.v_dim * config.hidden;
+    let dense = 2.0 * (config.layers * attention + config.vocab * config.hidden) as f64;
+    Prior {
+        fixed_us: dense / per_microsecond,
+        experts_us: (config.moe_layers() * config.experts) as f64 * expert / per_microsecond,
+        experts: config.experts as u32,
+        active: config.top_k as u32,
+        row_us: dense / per_microsecond / 16.0,
+        token_us: (config.layers * config.slot_width() * 4) as f64 / per_microsecond,
+    }
+}
+
+/// `kernel-error=1`, `2` or `3` in a build with faults.
+fn planted_kernel_fault() -> Option<KernelFault> {
+    planted(Fault::KernelError).map(|which| match which {
+        1 => KernelFault::MissingDraftKeys,
+        2 => KernelFault::MaskStride,
+        _ => KernelFault::DroppedSplit,
+    })
+}
