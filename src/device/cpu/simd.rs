@@ -21,6 +21,10 @@ pub trait Lanes: Copy {
     unsafe fn store(self, to: *mut f32);
     /// Sixteen bf16 values, widened.
     unsafe fn load_bf16(from: *const u16) -> Self;
+    /// Nibbles of eight bytes as numbers 0 to 15: the low ones in lanes 0 to 7, the high ones in lanes 8 to 15.
+    unsafe fn from_nibbles(bytes: *const u8) -> Self;
+    /// Nearest bf16, ties to even, widened again. Finite values only.
+    unsafe fn round_bf16(self) -> Self;
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
@@ -106,6 +110,15 @@ impl Lanes for Portable {
         Self(std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { *from.add(i) }) << 16)))
     }
     #[inline(always)]
+    unsafe fn from_nibbles(bytes: *const u8) -> Self {
+        // SAFETY: the caller guarantees eight readable bytes.
+        Self(std::array::from_fn(|i| f32::from(unsafe { *bytes.add(i % 8) } >> (i / 8 * 4) & 15)))
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        Self(self.0.map(|x| f32::from_bits(x.to_bits().wrapping_add(0x7fff + ((x.to_bits() >> 16) & 1)) & 0xffff_0000)))
+    }
+    #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
         self.zip(other, |a, b| a + b)
     }
@@ -187,6 +200,29 @@ impl Lanes for Avx2 {
         unsafe {
             let widen = |v: __m128i| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(v)));
             Self(widen(_mm_loadu_si128(from.cast())), widen(_mm_loadu_si128(from.add(8).cast())))
+        }
+    }
+    #[inline(always)]
+    unsafe fn from_nibbles(bytes: *const u8) -> Self {
+        // SAFETY: as the trait.
+        unsafe {
+            let bytes = _mm_loadl_epi64(bytes.cast());
+            let low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+            let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), _mm_set1_epi8(15));
+            Self(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        // SAFETY: as the trait.
+        unsafe {
+            let round = |v: __m256| {
+                let bits = _mm256_castps_si256(v);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+                _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(0xffff_0000_u32 as i32)))
+            };
+            Self(round(self.0), round(self.1))
         }
     }
     #[inline(always)]
@@ -285,6 +321,25 @@ impl Lanes for Avx512 {
         unsafe {
             let narrow = _mm256_loadu_si256(from.cast());
             Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn from_nibbles(bytes: *const u8) -> Self {
+        // SAFETY: as the trait.
+        unsafe {
+            let bytes = _mm_loadl_epi64(bytes.cast());
+            let both = _mm_unpacklo_epi64(bytes, _mm_srli_epi16::<4>(bytes));
+            Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15)))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        // SAFETY: as the trait.
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            Self(_mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xffff_0000_u32 as i32))))
         }
     }
     #[inline(always)]
@@ -411,7 +466,8 @@ mod tests {
         unsafe {
             let (x, y) = (V::load(a.as_ptr()), V::load(b.as_ptr()));
             let mut out = vec![x.sum(), y.max_lane()];
-            for v in [x.add(y), x.sub(y), x.mul(y), x.fma(y, x), x.max(y), x.round(), exp(x)] {
+            let nibbles = V::from_nibbles(a.as_ptr().cast());
+            for v in [x.add(y), x.sub(y), x.mul(y), x.fma(y, x), x.max(y), x.round(), exp(x), nibbles, x.mul(y).round_bf16()] {
                 let mut lanes = [0f32; 16];
                 v.store(lanes.as_mut_ptr());
                 out.extend(lanes);
