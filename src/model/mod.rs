@@ -1,5 +1,6 @@
 //! What Kimi K2.6 is: configuration, checkpoint, tokenizer, chat template, and the two forward passes.
 
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
 mod config_keys;
