@@ -1,0 +1,4 @@
+//! The commands: one file each, with its arguments and a `run`.
+
+pub mod bench_serve;
+pub mod wait;
