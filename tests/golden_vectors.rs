@@ -104,12 +104,13 @@ fn every_stored_tensor_is_reproduced() {
                 found.entry(format!("route.{layer}.weights")).or_default().extend(routes.weights);
             }
         }
-        device.begin(&mut round, 0, ids.len(), &{
-            let mut last = device.act(1, vocab).unwrap();
-            last.data.copy_from_slice(&found["logits"][(ids.len() - 1) * vocab..]);
-            last
-        })
-        .unwrap();
+        device
+            .begin(&mut round, 0, ids.len(), &{
+                let mut last = device.act(1, vocab).unwrap();
+                last.data.copy_from_slice(&found["logits"][(ids.len() - 1) * vocab..]);
+                last
+            })
+            .unwrap();
         let first = device.read_round(&mut round).unwrap()[0].tokens[0];
         assert_eq!(u64::from(first), case["greedy"][0].as_u64().unwrap(), "{name}: first greedy token");
         device.plan(&mut round, &[kdtree::device::Share { request: 0, rows: 64, chain: false }]).unwrap();

@@ -177,7 +177,8 @@ fn a_client_that_leaves_cancels_its_request_streamed_or_not() {
 #[test]
 fn a_reader_that_takes_nothing_is_cut_and_its_request_cancelled() {
     let config = ServerConfig { port: 0, write_timeout_s: 0.3, ..ServerConfig::default() };
-    let sim = start(Setup { config, context: 1 << 20, ..Setup::default() }, |_| vec![say(&["</think>"]), Step::Chatter(1 << 20, Duration::ZERO)]);
+    let sim =
+        start(Setup { config, context: 1 << 20, ..Setup::default() }, |_| vec![say(&["</think>"]), Step::Chatter(1 << 20, Duration::ZERO)]);
     let request = Request::post("/v1/chat/completions", &chat(json!({"stream": true})));
     let mut stream = TcpStream::connect(sim.address).unwrap();
     stream.write_all(&request.bytes(sim.address)).unwrap();
@@ -218,7 +219,9 @@ fn one_connection_too_many_is_told_so_and_a_freed_one_is_used() {
         answer.status == 503 && answer.header("retry-after").is_some()
     });
     drop(held);
-    until("served again", Duration::from_secs(2), || exchange(sim.address, &Request::get("/health"), Leave::Never).is_ok_and(|a| a.status == 200));
+    until("served again", Duration::from_secs(2), || {
+        exchange(sim.address, &Request::get("/health"), Leave::Never).is_ok_and(|a| a.status == 200)
+    });
 }
 
 #[test]
@@ -258,7 +261,8 @@ fn large_slow_and_broken_requests_are_refused_within_bounds() {
     let mut many = Request::get("/health");
     many.headers = (0..1000).map(|index| (format!("x-{index}"), "1".into())).collect();
     assert!([431, 400].contains(&exchange(sim.address, &many, Leave::Never).unwrap().status));
-    let form = Request { headers: vec![("Content-Type".into(), "text/plain".into())], ..Request::post("/v1/chat/completions", &chat(json!({}))) };
+    let form =
+        Request { headers: vec![("Content-Type".into(), "text/plain".into())], ..Request::post("/v1/chat/completions", &chat(json!({}))) };
     assert_eq!(exchange(sim.address, &form, Leave::Never).unwrap().status, 415);
     assert_eq!(post(&sim, &chat(json!({}))).content(), "a");
 }

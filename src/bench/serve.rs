@@ -92,7 +92,7 @@ pub async fn run(options: &Options, progress: impl Fn(&str, usize) + Send + Sync
     };
     let prompts = prompts::Prompts::new(options.prompts.as_deref(), options.prompt_words, options.seed)?;
     let context = Arc::new(Run { client, prompts, model: model.clone(), options: options.clone(), sent: AtomicUsize::new(0) });
-    let progress: Arc<dyn Fn(&str, usize) + Send + Sync> = Arc::new(progress);
+    let progress: Progress = Arc::new(progress);
     let mut levels = Vec::new();
     match &options.load {
         Load::Concurrency(counts) => {
@@ -115,6 +115,9 @@ pub async fn run(options: &Options, progress: impl Fn(&str, usize) + Send + Sync
         levels,
     })
 }
+
+/// Told the level's name and how many of its requests have ended.
+type Progress = Arc<dyn Fn(&str, usize) + Send + Sync>;
 
 struct Run {
     client: Arc<Client>,
@@ -159,7 +162,7 @@ impl Run {
     }
 }
 
-async fn closed(context: &Arc<Run>, concurrency: usize, progress: Arc<dyn Fn(&str, usize) + Send + Sync>) -> Summary {
+async fn closed(context: &Arc<Run>, concurrency: usize, progress: Progress) -> Summary {
     context.warm_up(concurrency).await;
     let name = format!("concurrency {concurrency}");
     let left = Arc::new(AtomicUsize::new(context.options.requests));
@@ -182,7 +185,7 @@ async fn closed(context: &Arc<Run>, concurrency: usize, progress: Arc<dyn Fn(&st
     all.summary(name, Some(concurrency), None, begun.elapsed())
 }
 
-async fn open(context: &Arc<Run>, rate: f64, progress: Arc<dyn Fn(&str, usize) + Send + Sync>) -> anyhow::Result<Summary> {
+async fn open(context: &Arc<Run>, rate: f64, progress: Progress) -> anyhow::Result<Summary> {
     if !(rate > 0.0 && rate.is_finite()) {
         bail!("--rate {rate}: wanted more than 0 requests a second");
     }

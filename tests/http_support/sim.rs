@@ -43,7 +43,6 @@ pub struct Sim {
     pub seen: Arc<Seen>,
     pub engine: EngineHandle,
     pub ended: Arc<Mutex<Option<Result<Ended, String>>>>,
-    pub metrics: Arc<ServerMetrics>,
 }
 
 pub fn tokenizer() -> Arc<Tokenizer> {
@@ -90,7 +89,7 @@ pub fn start(setup: Setup, script: impl Fn(&Request) -> Vec<Step> + Send + Sync 
     let bound = Bound::bind(&setup.config).unwrap();
     let address = bound.address;
     let chat = Arc::new(ChatTemplate::builtin(tokenizer()).unwrap());
-    let parts = Parts { engine: engine.clone(), chat, metrics: metrics.clone(), certificate: Arc::default() };
+    let parts = Parts { engine: engine.clone(), chat, metrics, certificate: Arc::default() };
     let ended = Arc::new(Mutex::new(None));
     let (config, outcome) = (setup.config, ended.clone());
     thread::spawn(move || {
@@ -98,7 +97,7 @@ pub fn start(setup: Setup, script: impl Fn(&Request) -> Vec<Step> + Send + Sync 
         let result = runtime.block_on(serve(bound, config, parts)).map_err(|error| format!("{error:#}"));
         *outcome.lock().unwrap() = Some(result);
     });
-    Sim { address, seen, engine, ended, metrics }
+    Sim { address, seen, engine, ended }
 }
 
 type Script = dyn Fn(&Request) -> Vec<Step> + Send + Sync;

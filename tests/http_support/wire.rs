@@ -98,7 +98,8 @@ impl Reader {
         let mut lines = head.split("\r\n");
         let status = lines.next().and_then(|line| line.split(' ').nth(1)).and_then(|code| code.parse().ok());
         self.answer.status = status.ok_or_else(|| io::Error::other(format!("no status in {head:?}")))?;
-        self.answer.headers = lines.filter_map(|line| line.split_once(": ")).map(|(name, value)| (name.to_ascii_lowercase(), value.into())).collect();
+        self.answer.headers =
+            lines.filter_map(|line| line.split_once(": ")).map(|(name, value)| (name.to_ascii_lowercase(), value.into())).collect();
         self.answer.head_after = self.sent.elapsed();
         let chunked = self.answer.header("transfer-encoding") == Some("chunked");
         let length = self.answer.header("content-length").and_then(|length| length.parse().ok());

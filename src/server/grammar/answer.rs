@@ -21,7 +21,7 @@ pub enum AnswerForm {
     /// Text, or calls of the tools, whose arguments are bound by their schemas.
     Free,
     /// JSON that the matcher accepts; or tool calls, if there are tools.
-    Json(Matcher),
+    Json(Box<Matcher>),
     /// Tool calls and nothing else.
     Calls,
 }

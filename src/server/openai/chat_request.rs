@@ -207,7 +207,7 @@ impl ChatRequest {
             _ if forced => return Err(ApiError::unsupported("tool_choice", "This model's vocabulary has no tool call markers.")),
             ResponseFormat::Json(schema) => {
                 let refuse = |why| ApiError::invalid("response_format", format!("response_format: the schema cannot be honoured: {why}."));
-                AnswerForm::Json(app.grammars.json(schema).map_err(refuse)?)
+                AnswerForm::Json(Box::new(app.grammars.json(schema).map_err(refuse)?))
             }
             ResponseFormat::Text if tools.is_empty() => return Ok(None),
             ResponseFormat::Text => AnswerForm::Free,

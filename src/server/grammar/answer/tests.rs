@@ -125,7 +125,7 @@ fn whatever_follows_the_masks_is_valid_json() {
         "required": ["state", "nums"], "additionalProperties": false});
     let mut ended = 0;
     for seed in 0..40 {
-        let mut constraint = constraint(rules(AnswerForm::Json(grammars().json(&schema).unwrap()), false, &[], true));
+        let mut constraint = constraint(rules(AnswerForm::Json(Box::new(grammars().json(&schema).unwrap())), false, &[], true));
         let Some(tokens) = walk(constraint.as_mut(), seed, 400) else { continue };
         let value: Value = serde_json::from_str(&text(&tokens)).unwrap();
         assert!(["done", "open"].contains(&value["state"].as_str().unwrap()));
@@ -175,7 +175,7 @@ fn a_single_call_closes_the_section() {
 #[test]
 fn reasoning_is_free_but_may_not_end_a_bound_answer() {
     let schema = grammars().json(&weather()).unwrap();
-    let mut constraint = constraint(rules(AnswerForm::Json(schema), true, &[], true));
+    let mut constraint = constraint(rules(AnswerForm::Json(Box::new(schema)), true, &[], true));
     let free = allowed(&mask(constraint.as_mut()));
     let m = markers();
     assert!([END, 3841, m.section_begin, m.call_begin].iter().all(|token| !free.contains(token)));
@@ -204,7 +204,7 @@ fn a_free_answer_is_bound_only_inside_calls() {
 #[test]
 fn json_or_a_call_instead_when_both_are_offered() {
     let m = markers();
-    let both = || constraint(rules(AnswerForm::Json(grammars().json(&weather()).unwrap()), false, &["f"], true));
+    let both = || constraint(rules(AnswerForm::Json(Box::new(grammars().json(&weather()).unwrap())), false, &["f"], true));
     let mut calls = both();
     assert!(allowed(&mask(calls.as_mut())).contains(&m.section_begin));
     calls.commit(m.section_begin).unwrap();
@@ -231,7 +231,7 @@ proptest! {
     #[test]
     fn a_tree_is_judged_as_its_paths_one_by_one(seed in any::<u64>(), before in 0usize..30, kind in 0usize..4) {
         let fresh = || {
-            let json = || AnswerForm::Json(grammars().json(&weather()).unwrap());
+            let json = || AnswerForm::Json(Box::new(grammars().json(&weather()).unwrap()));
             constraint(match kind {
                 0 => rules(json(), false, &[], true),
                 1 => rules(AnswerForm::Calls, true, &["get_weather", "get_wind"], true),
