@@ -218,6 +218,9 @@ pub enum Refused {
     QueueFull { waiting: usize, retry_after: Duration },
     #[error("prompt of {prompt} tokens and {max_tokens} to generate exceed the context of {limit} tokens")]
     ContextLength { prompt: usize, max_tokens: u32, limit: usize },
+    /// It fits the context limit but not the KV cache: it would wait for ever.
+    #[error("the request needs {needed} KV slots, the KV capacity is {slots}")]
+    KvCapacity { needed: usize, slots: usize },
     #[error("{0}")]
     Invalid(String),
     #[error("the server is shutting down")]

@@ -90,6 +90,10 @@ impl ApiError {
                 )
             },
             Refused::ContextLength { prompt, max_tokens, limit } => Self::context_length(prompt, u64::from(max_tokens), limit),
+            Refused::KvCapacity { needed, slots } => {
+                let message = format!("The request needs {needed} KV slots, the KV capacity is {slots}. Shorten the prompt or max_tokens.");
+                Self { code: Some("kv_capacity_exceeded"), ..Self::new(StatusCode::BAD_REQUEST, INVALID, message) }
+            }
             Refused::Invalid(message) => Self::new(StatusCode::BAD_REQUEST, INVALID, message),
             Refused::Draining => Self::unavailable("The server is shutting down.", default_retry_after),
             Refused::Dead(why) => Self::unavailable(format!("The engine is not running: {why}"), default_retry_after),

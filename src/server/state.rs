@@ -11,8 +11,10 @@ use super::auth::Keys;
 use super::config::ServerConfig;
 use super::grammar::Grammars;
 use super::metrics::ServerMetrics;
+use crate::cache::slots::BLOCK;
 use crate::engine::handle::EngineHandle;
 use crate::model::chat::ChatTemplate;
+use crate::speculate::budget::MAX_ROWS;
 
 /// One running server.
 pub struct App {
@@ -50,10 +52,9 @@ impl App {
         self.engine.info().name.as_str().into()
     }
 
-    /// Tokens one request can hold at most, given the KV pool: its draft rows need slots too.
+    /// Tokens one request can hold at most, given the KV pool: its draft rows need slots too, and slots come in blocks.
     pub fn request_slots(&self) -> usize {
-        let info = self.engine.info();
-        info.kv_slots.saturating_sub(info.max_rows)
+        (self.engine.info().kv_slots / BLOCK * BLOCK).saturating_sub(MAX_ROWS)
     }
 
     /// A fresh id such as `chatcmpl-6f0d...`.
