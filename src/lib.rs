@@ -2,10 +2,13 @@
 //!
 //! How a token travels: `server` (HTTP) -> `engine` (one thread, owns the device) -> per round: draft, grow, verify, walk, commit.
 
+pub mod bench;
 pub mod cache;
+pub mod cli;
 pub mod device;
 pub mod engine;
 pub mod faults;
 pub mod model;
 pub mod parallel;
+pub mod server;
 pub mod speculate;

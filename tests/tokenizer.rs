@@ -64,6 +64,17 @@ fn text_of_the_models_own_encodes_back_to_its_ids() {
     }
 }
 
+/// 400 texts of many scripts, marks, digits and white space, encoded by a plain implementation with another expression engine.
+#[test]
+fn hard_texts_have_the_ids_of_another_implementation() {
+    let cases: Vec<Value> = serde_json::from_str(include_str!("golden/tokenizer.json")).unwrap();
+    assert_eq!(cases.len(), 400);
+    for case in cases {
+        let text = case["text"].as_str().unwrap();
+        assert_eq!(TOKENIZER.encode(text), ids(&case["ids"]), "{text:?}");
+    }
+}
+
 #[test]
 fn text_is_split_as_kimi_splits_it() {
     let cases: [(&str, &[&str]); 6] = [

@@ -8,6 +8,8 @@ use super::problem::Problem;
 
 /// Largest size accepted for any dimension; keeps products of two of them inside 64 bits.
 const MAX_SIZE: u64 = 1 << 31;
+/// Stands for a size that could not be read; even and a multiple of a packed word's elements, so that it causes no second complaint.
+const STAND_IN: usize = 8;
 
 /// One JSON object, its place in its file, and the list that problems go to.
 #[derive(Clone)]
@@ -44,13 +46,13 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A size of at least one. Missing or unusable: a problem, and 1 so that parsing can go on.
+    /// A size of at least one. Missing or unusable: a problem, and `STAND_IN` so that parsing can go on.
     pub fn size(&self, key: &str) -> usize {
         match self.get(key) {
-            Some(value) => self.size_of(key, value).unwrap_or(1),
+            Some(value) => self.size_of(key, value).unwrap_or(STAND_IN),
             None => {
                 self.report(key, "nothing", "a positive whole number");
-                1
+                STAND_IN
             }
         }
     }

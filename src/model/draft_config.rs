@@ -254,7 +254,7 @@ fn sliding_layers(model: &Keys, count: usize) -> Vec<bool> {
         return (0..count).map(|i| used && i >= first).collect();
     }
     let kinds = model.strings("layer_types");
-    if kinds.len() != count {
+    if kinds.len() != count && model.get("num_hidden_layers").is_some() {
         model.report("layer_types", format!("{} entries", kinds.len()), format!("num_hidden_layers {count}"));
     }
     let sliding = |kind: &str| match kind {

@@ -111,23 +111,23 @@ impl Scan {
     }
 }
 
-/// A bf16 is NaN or infinite when its eight exponent bits are all ones. The branch-free loop becomes vector code.
+/// A bf16 is NaN or infinite when its eight exponent bits are all ones: then, without its sign, it is at least that of infinity as a
+/// whole number. The largest one decides for a whole stretch, which is a single vector instruction per eight values.
 fn scan_bf16(bytes: &[u8]) -> Scan {
-    let bad = |pair: &[u8]| u16::from_le_bytes([pair[0], pair[1]]) & 0x7f80 == 0x7f80;
-    scan(bytes, 2, bad)
+    const INFINITY: i16 = 0x7f80;
+    let unsigned = |pair: &[u8]| i16::from_le_bytes([pair[0], pair[1]]) & i16::MAX;
+    if bytes.chunks_exact(2).map(unsigned).fold(0, i16::max) < INFINITY {
+        return Scan::default();
+    }
+    scan(bytes, 2, |pair| unsigned(pair) >= INFINITY)
 }
 
 fn scan_f32(bytes: &[u8]) -> Scan {
-    let bad = |quad: &[u8]| u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]) & 0x7f80_0000 == 0x7f80_0000;
-    scan(bytes, 4, bad)
+    scan(bytes, 4, |quad| !f32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]).is_finite())
 }
 
-#[inline(always)]
 fn scan(bytes: &[u8], width: usize, bad: impl Fn(&[u8]) -> bool) -> Scan {
-    let count = bytes.chunks_exact(width).map(|value| usize::from(bad(value))).sum();
-    if count == 0 {
-        return Scan::default();
-    }
+    let count = bytes.chunks_exact(width).filter(|value| bad(value)).count();
     Scan { first: bytes.chunks_exact(width).position(bad), count }
 }
 

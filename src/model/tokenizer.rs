@@ -98,6 +98,11 @@ impl Tokenizer {
         self.by_name.get(name).copied()
     }
 
+    /// Names of all control tokens, by id.
+    pub(super) fn special_names(&self) -> impl Iterator<Item = &str> {
+        (self.base..self.vocab_size()).filter_map(|id| std::str::from_utf8(self.token_bytes(id as u32)?).ok())
+    }
+
     /// Whether an id is a control slot (or outside the vocabulary), never produced by `encode`.
     pub fn is_special(&self, id: u32) -> bool {
         id as usize >= self.base

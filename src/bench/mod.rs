@@ -1,0 +1,3 @@
+//! Measuring ourselves: kernels, rounds, the server.
+
+pub mod serve;

@@ -1,0 +1,87 @@
+//! Compiles what a request demands of the form of its answer (JSON schema, tool arguments, forced tool calls) into a
+//! [`Constraint`] the engine asks at every node of a draft tree.
+//!
+//! JSON is judged by llguidance; which part of the answer is under which rule (reasoning, content, tool section) is decided by
+//! token ids in [`answer`].
+
+mod answer;
+
+use std::sync::{Arc, OnceLock};
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Map, Value, json};
+
+pub use answer::{AnswerForm, AnswerRules, ToolRule};
+
+use crate::engine::contract::{Constraint, ModelInfo};
+use crate::model::tokenizer::Tokenizer;
+
+/// White space allowed between two JSON tokens: a line break and an indent, but not an endless run, into which a model can fall.
+const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+
+/// Compiles grammars over one vocabulary.
+pub struct Grammars {
+    tokenizer: Arc<Tokenizer>,
+    vocab_size: usize,
+    end: u32,
+    /// Built when first needed: for 163,840 tokens it takes a moment.
+    factory: OnceLock<Result<Factory, String>>,
+}
+
+struct Factory {
+    parsers: ParserFactory,
+    trie: Arc<TokTrie>,
+}
+
+impl Grammars {
+    pub fn new(tokenizer: Arc<Tokenizer>, info: &ModelInfo) -> Self {
+        let end = info.stop_ids.first().copied().unwrap_or(0);
+        Self { tokenizer, vocab_size: info.vocab_size, end, factory: OnceLock::new() }
+    }
+
+    fn factory(&self) -> Result<&Factory, String> {
+        self.factory.get_or_init(|| self.build()).as_ref().map_err(Clone::clone)
+    }
+
+    fn build(&self) -> Result<Factory, String> {
+        let words = (0..self.vocab_size as u32).map(|id| word(&self.tokenizer, id)).collect::<Vec<_>>();
+        let trie = TokTrie::from(&TokRxInfo::new(self.vocab_size as u32, self.end), &words);
+        // Which tokens spell a forced text is left to the model: masks then depend on nothing but the text so far.
+        let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie.clone()));
+        let mut parsers = ParserFactory::new(&env, InferenceCapabilities::default(), &[]).map_err(|error| error.to_string())?;
+        parsers.quiet();
+        parsers.limits_mut().verbose_errors = false;
+        Ok(Factory { parsers, trie: Arc::new(trie) })
+    }
+
+    /// A matcher for JSON that fits `schema`. The error says what of the schema cannot be honoured.
+    pub fn json(&self, schema: &Value) -> Result<Matcher, String> {
+        let mut schema = match schema {
+            Value::Object(map) => map.clone(),
+            Value::Bool(true) => Map::new(),
+            Value::Bool(false) => return Err("the schema `false` admits nothing".into()),
+            _ => return Err("a schema is an object".into()),
+        };
+        // Options of the matcher are ours to set, not the client's.
+        schema.insert("x-guidance".into(), json!({"whitespace_pattern": WHITE_SPACE, "coerce_one_of": true}));
+        let grammar = TopLevelGrammar::from_json_schema(Value::Object(schema));
+        let matcher = Matcher::new(self.factory()?.parsers.create_parser(grammar));
+        match matcher.get_error() {
+            None => Ok(matcher),
+            Some(error) => Err(error.lines().next().unwrap_or("it cannot be compiled").to_owned()),
+        }
+    }
+
+    /// The constraint of one choice.
+    pub fn constraint(&self, rules: AnswerRules) -> Result<Box<dyn Constraint>, String> {
+        Ok(Box::new(answer::Answer::new(rules, self.factory()?.trie.clone(), self.vocab_size)))
+    }
+}
+
+/// A token as llguidance knows it: its bytes, or for a special token its name behind a byte no text has.
+fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
+    let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+    if tokenizer.is_special(id) { [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat() } else { bytes.to_vec() }
+}
