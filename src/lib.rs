@@ -5,9 +5,11 @@
 pub mod bench;
 pub mod cache;
 pub mod cli;
+pub mod config;
 pub mod device;
 pub mod engine;
 pub mod faults;
+pub mod gate;
 pub mod model;
 pub mod parallel;
 pub mod server;

@@ -2,4 +2,54 @@
 
 pub mod bench_serve;
 pub mod check;
+pub mod config;
+pub mod generate;
+pub mod serve;
 pub mod wait;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Kimi K2.6 with DFlash + DDTree speculation: server, gate, benches.
+#[derive(Debug, Parser)]
+#[command(name = "kdtree", version, about, propagate_version = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve the OpenAI API (without arguments: the embedded model on 127.0.0.1:8000)
+    Serve(serve::Args),
+    /// Generate text on this terminal
+    Generate(generate::Args),
+    /// Check a checkpoint by its headers: tensors, bytes per part and rank, KV tokens that fit
+    Check(check::Args),
+    /// Print the effective configuration with comments, or check a file
+    Config(config::Args),
+    /// Wait until a server answers with a real completion
+    Wait(wait::Args),
+    /// Measure: round, serve, kernel
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Load an OpenAI server and report latencies
+    Serve(bench_serve::Args),
+}
+
+/// Runs a command; its error is printed in one line by `main`.
+pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    match cli.command {
+        Command::Serve(args) => serve::run(args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Check(args) => check::run(args),
+        Command::Config(args) => config::run(&args),
+        Command::Wait(args) => wait::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
+    }
+}

@@ -1,0 +1,24 @@
+//! `kdtree config`: the effective configuration, or a check of a file.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use crate::config::{Config, Overrides};
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    pub overrides: Overrides,
+    /// Only check this file: silent and status 0 when it is right
+    #[arg(long, value_name = "FILE")]
+    pub check: Option<PathBuf>,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let Some(file) = &args.check {
+        Config::read(file)?.check()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    print!("{}", args.overrides.load()?.commented()?);
+    Ok(ExitCode::SUCCESS)
+}
