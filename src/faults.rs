@@ -44,7 +44,12 @@ pub fn planted(_fault: Fault) -> Option<u64> {
     None
 }
 
-/// Counts one occasion (a round) for this fault; true exactly on the N-th.
+/// From now on occasions count: warm-up and gate are over, rounds are those of served requests.
+#[cfg(not(feature = "faults"))]
+#[inline(always)]
+pub fn arm() {}
+
+/// Counts one occasion (a round) for this fault; true exactly on the N-th after `arm`.
 #[cfg(not(feature = "faults"))]
 #[inline(always)]
 pub fn fires(_fault: Fault) -> bool {
@@ -52,14 +57,21 @@ pub fn fires(_fault: Fault) -> bool {
 }
 
 #[cfg(feature = "faults")]
-pub use planted::{fires, planted};
+pub use planted::{arm, fires, planted};
 
 #[cfg(feature = "faults")]
 mod planted {
     use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     use super::Fault;
+
+    static ARMED: AtomicBool = AtomicBool::new(false);
+
+    /// From now on occasions count: warm-up and gate are over, rounds are those of served requests.
+    pub fn arm() {
+        ARMED.store(true, Ordering::Relaxed);
+    }
 
     struct Switch {
         number: Option<u64>,
@@ -99,8 +111,11 @@ mod planted {
         switches()[fault as usize].number
     }
 
-    /// Counts one occasion (a round) for this fault; true exactly on the N-th.
+    /// Counts one occasion (a round) for this fault; true exactly on the N-th after `arm`.
     pub fn fires(fault: Fault) -> bool {
+        if !ARMED.load(Ordering::Relaxed) {
+            return false;
+        }
         let switch = &switches()[fault as usize];
         switch.number.is_some_and(|number| switch.occasions.fetch_add(1, Ordering::Relaxed) + 1 == number)
     }

@@ -44,6 +44,9 @@ pub struct Shared {
 
 impl Shared {
     pub fn set_health(&self, health: Health) {
+        if health == Health::Ready {
+            crate::faults::arm();
+        }
         let mut now = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         // Death is final: nothing that ends later may paint over it.
         if !matches!(*now, Health::Dead(_)) {

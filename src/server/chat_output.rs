@@ -144,9 +144,11 @@ impl ChatOutput {
         }
     }
 
-    /// The answer is over; `text` is what was still held back.
-    pub fn finish(&mut self, out: &mut Vec<Piece>) {
-        self.end_call(out);
+    /// The answer is over. When it was cut by a limit, a call whose id was being written is none.
+    pub fn finish(&mut self, cut: bool, out: &mut Vec<Piece>) {
+        if !cut {
+            self.end_call(out);
+        }
         if !self.held_space.is_empty() && self.calls == 0 {
             out.push(Piece::Content(std::mem::take(&mut self.held_space)));
         }
@@ -275,7 +277,7 @@ mod tests {
             };
             output.token(id, text, &mut pieces);
         }
-        output.finish(&mut pieces);
+        output.finish(false, &mut pieces);
         (pieces, output)
     }
 
@@ -376,6 +378,17 @@ mod tests {
     }
 
     #[test]
+    fn a_call_cut_in_its_id_is_none() {
+        let mut output = ChatOutput::new(M, false, true, 0);
+        let mut pieces = Vec::new();
+        for (id, text) in [(M.section_begin, ""), (M.call_begin, ""), (WORD, "functions.ge")] {
+            output.token(id, text, &mut pieces);
+        }
+        output.finish(true, &mut pieces);
+        assert_eq!((pieces, output.calls()), (vec![], 0));
+    }
+
+    #[test]
     fn the_name_of_a_marker_is_no_text_and_a_lookalike_is() {
         let mut output = ChatOutput::new(M, true, false, 0);
         let mut pieces = Vec::new();
@@ -388,14 +401,14 @@ mod tests {
     proptest! {
         /// Any order of markers and words: no panic, arguments only for calls that began, indexes in order, reasoning first.
         #[test]
-        fn any_feed_gives_a_well_formed_answer(feed in prop::collection::vec(0u32..9, 0..60), thinking: bool, tools: bool) {
+        fn any_feed_gives_a_well_formed_answer(feed in prop::collection::vec(0u32..9, 0..60), thinking: bool, tools: bool, feed_cut: bool) {
             let mut output = ChatOutput::new(M, thinking, tools, 3);
             let mut pieces = Vec::new();
             for id in feed {
                 let (id, text) = if id == 0 { (WORD, "w ") } else { (id, "") };
                 output.token(id, text, &mut pieces);
             }
-            output.finish(&mut pieces);
+            output.finish(feed_cut, &mut pieces);
             let mut begun = 0;
             let mut left_reasoning = !thinking;
             for piece in &pieces {

@@ -1,5 +1,6 @@
 //! The requests of one HTTP call while they run: submitted together, their events merged, cancelled together when dropped.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -22,6 +23,8 @@ pub struct Generation {
     metrics: Arc<ServerMetrics>,
     /// Where the next look starts, so that a busy choice cannot starve the others.
     turn: usize,
+    /// Ends when the engine thread is gone: requests it had not taken yet would wait for ever.
+    death: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 impl Generation {
@@ -32,7 +35,12 @@ impl Generation {
             let events = app.engine.submit(request).map_err(|refused| ApiError::refused(refused, app.config.retry_after_s))?;
             choices.push(Choice { events: Some(events), last_tokens: None });
         }
-        Ok(Self { choices, arrival, metrics: app.metrics.clone(), turn: 0 })
+        let mut dead = app.dead.subscribe();
+        let death = Box::pin(async move {
+            // An error means that the server itself is gone, which ends this too.
+            let _ = dead.wait_for(|dead| *dead).await;
+        });
+        Ok(Self { choices, arrival, metrics: app.metrics.clone(), turn: 0, death })
     }
 
     /// The next event of any choice; `None` after the last terminal event. An error ends everything.
@@ -47,7 +55,13 @@ impl Generation {
             self.turn = index + 1;
             return Poll::Ready(Some(self.pass(index, event)));
         }
-        if open { Poll::Pending } else { Poll::Ready(None) }
+        if !open {
+            return Poll::Ready(None);
+        }
+        self.death.as_mut().poll(cx).map(|()| {
+            self.cancel();
+            Some(Err(Self::lost()))
+        })
     }
 
     /// The same for async code.
@@ -73,9 +87,13 @@ impl Generation {
             // The sender is gone without a terminal event: so is the engine thread.
             None => {
                 self.cancel();
-                Err(ApiError { code: Some("engine_dead"), ..ApiError::unavailable("The engine has stopped; this request was lost.", 1) })
+                Err(Self::lost())
             }
         }
+    }
+
+    fn lost() -> ApiError {
+        ApiError { code: Some("engine_dead"), ..ApiError::unavailable("The engine has stopped; this request was lost.", 1) }
     }
 
     fn observe(&mut self, index: usize, event: &Event) {

@@ -18,8 +18,12 @@ pub use answer::{AnswerForm, AnswerRules, ToolRule};
 use crate::engine::contract::{Constraint, ModelInfo};
 use crate::model::tokenizer::Tokenizer;
 
-/// White space allowed between two JSON tokens: a line break and an indent, but not an endless run, into which a model can fall.
-const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+/// White space allowed between two JSON tokens of an answer: one space, or a line break and an indent; not an endless run, into which
+/// a model can fall.
+const LAYOUT: &str = r"\x20|\n\x20{0,16}";
+
+/// The same in arguments of a call, which the template writes on one line.
+const ONE_LINE: &str = r"\x20";
 
 /// Compiles grammars over one vocabulary.
 pub struct Grammars {
@@ -58,6 +62,15 @@ impl Grammars {
 
     /// A matcher for JSON that fits `schema`. The error says what of the schema cannot be honoured.
     pub fn json(&self, schema: &Value) -> Result<Matcher, String> {
+        self.matcher(schema, LAYOUT)
+    }
+
+    /// The same for the arguments of a tool call.
+    pub fn arguments(&self, schema: &Value) -> Result<Matcher, String> {
+        self.matcher(schema, ONE_LINE)
+    }
+
+    fn matcher(&self, schema: &Value, white_space: &str) -> Result<Matcher, String> {
         let mut schema = match schema {
             Value::Object(map) => map.clone(),
             Value::Bool(true) => Map::new(),
@@ -65,7 +78,7 @@ impl Grammars {
             _ => return Err("a schema is an object".into()),
         };
         // Options of the matcher are ours to set, not the client's.
-        schema.insert("x-guidance".into(), json!({"whitespace_pattern": WHITE_SPACE, "coerce_one_of": true}));
+        schema.insert("x-guidance".into(), json!({"whitespace_pattern": white_space, "coerce_one_of": true}));
         let grammar = TopLevelGrammar::from_json_schema(Value::Object(schema));
         let matcher = Matcher::new(self.factory()?.parsers.create_parser(grammar));
         match matcher.get_error() {

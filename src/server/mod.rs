@@ -88,6 +88,7 @@ pub async fn serve(bound: Bound, config: ServerConfig, parts: Parts) -> anyhow::
         Ok(()) => drain(&listener, &app, graceful, &mut signals.end).await,
         Err(why) => {
             tracing::error!(%why, "the engine has stopped");
+            app.dead.send_replace(true);
             // Still answering, so that clients get their errors and health checks see red.
             let grace = Duration::from_secs_f64(app.config.death_grace_s);
             let _ = tokio::time::timeout(grace, listen::accept(&listener, &app, &graceful)).await;

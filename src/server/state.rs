@@ -30,6 +30,8 @@ pub struct App {
     pub created: u64,
     /// One permit for each connection that may be open.
     pub connections: Arc<Semaphore>,
+    /// Becomes true when the engine thread is gone.
+    pub dead: tokio::sync::watch::Sender<bool>,
     ids: Ids,
 }
 
@@ -44,7 +46,19 @@ impl App {
     ) -> Self {
         let connections = Arc::new(Semaphore::new(config.max_connections));
         let grammars = Grammars::new(engine.tokenizer().clone(), engine.info());
-        Self { config, engine, chat, metrics, keys, grammars, certificate, created: unix_now(), connections, ids: Ids::new() }
+        Self {
+            config,
+            engine,
+            chat,
+            metrics,
+            keys,
+            grammars,
+            certificate,
+            created: unix_now(),
+            connections,
+            dead: tokio::sync::watch::Sender::new(false),
+            ids: Ids::new(),
+        }
     }
 
     /// The name answers carry.

@@ -11,7 +11,7 @@ use super::chat_request::ChatRequest;
 use super::logprobs::{self, ChatLogprobs, PromptLogprobs};
 use super::stream::{Chunk, Shape, Streamed, trace};
 use super::types::{CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
-use crate::engine::contract::{Event, Finished, Token};
+use crate::engine::contract::{Event, FinishReason, Finished, Token};
 use crate::model::tokenizer::Tokenizer;
 use crate::server::chat_output::{ChatOutput, Markers, Piece};
 use crate::server::error::ApiError;
@@ -175,7 +175,7 @@ impl Chat {
         let mut pieces = Vec::new();
         let mut called = false;
         if let Some(output) = &mut self.choices[index].output {
-            output.finish(&mut pieces);
+            output.finish(finished.reason == FinishReason::Length, &mut pieces);
             called = output.calls() > 0;
             self.reasoning_tokens += output.reasoning_tokens().min(finished.completion_tokens);
         }

@@ -217,7 +217,8 @@ impl ChatRequest {
             thinking: self.prompt.reasoning_open,
             form,
             tools,
-            parallel: self.parallel,
+            // A named function is one call of it.
+            parallel: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
             first_call: self.prompt.next_call,
             ends: app.engine.info().stop_ids.clone(),
         };
@@ -230,13 +231,13 @@ impl ChatRequest {
         let named = |tool: &&Tool| !matches!(&self.choice, ToolChoice::Named(name) if *name != tool.name);
         let rule = |(index, tool): (usize, &Tool)| {
             let schema = tool.parameters.as_ref().filter(|schema| schema.as_object().is_some_and(|map| !map.is_empty())).unwrap_or(&any);
-            let arguments = app.grammars.json(schema).or_else(|why| {
+            let arguments = app.grammars.arguments(schema).or_else(|why| {
                 if tool.strict {
                     let path = format!("tools[{index}].function.parameters");
                     return Err(ApiError::invalid(&path, format!("{path}: the schema cannot be honoured: {why}.")));
                 }
                 tracing::warn!(tool = %tool.name, %why, "a tool's schema cannot be enforced; any JSON object is accepted as its arguments");
-                app.grammars.json(&any).map_err(ApiError::internal)
+                app.grammars.arguments(&any).map_err(ApiError::internal)
             })?;
             Ok(ToolRule { name: tool.name.clone(), arguments })
         };
