@@ -5,6 +5,7 @@ mod common;
 
 use common::{options, sampled, sixty_prompts, tokens, with_engine};
 use kdtree::device::Verify;
+use kdtree::engine::contract::TokenLogprob;
 use kdtree::engine::driver::{Driver, greedy};
 use kdtree::engine::options::EngineOptions;
 use kdtree::speculate::budget::Budget;
@@ -55,4 +56,36 @@ fn every_budget_batch_and_thread_count_gives_the_same_tokens() {
     compare("one thread".into(), with_engine(one_thread, |driver| by_prompt(&all(driver, Budget::Tree(32), 10), 10)));
     let off = EngineOptions { verify: Verify::Off, ..options() };
     compare("baseline kernel".into(), with_engine(off, |driver| by_prompt(&all(driver, Budget::Tree(16), 4), 4)));
+}
+
+/// Not only the tokens: the log-probabilities of the twenty best tokens, which hang on every logit of the row, have the same bits.
+#[test]
+fn logits_of_shared_rows_have_the_same_bits_under_every_budget() {
+    let run = |options: EngineOptions, budget: Budget, together: usize| {
+        with_engine(options, move |driver| {
+            let prompts: Vec<_> = sixty_prompts(driver).into_iter().step_by(8).collect();
+            let mut all = Vec::new();
+            for prompts in prompts.chunks(together) {
+                let requests = prompts.iter().map(|prompt| {
+                    let mut request = greedy(prompt.clone(), 24, Some(budget));
+                    request.logprobs = Some(20);
+                    request
+                });
+                for generated in driver.generate(requests.collect()).unwrap() {
+                    assert!(generated.end.is_ok(), "{:?}", generated.end);
+                    let bits = |report: &TokenLogprob| report.top.iter().map(|(token, value)| (*token, value.to_bits())).collect();
+                    all.push(generated.logprobs.iter().map(bits).collect::<Vec<Vec<(u32, u32)>>>());
+                }
+            }
+            all
+        })
+    };
+    for verify in [Verify::On, Verify::Off] {
+        let of = |threads: usize| EngineOptions { verify, threads, ..options() };
+        let wanted = run(of(2), Budget::Off, 1);
+        assert!(wanted.iter().all(|reports| reports.len() > 4));
+        for budget in [Budget::Chain, Budget::Tree(8), Budget::Tree(32), Budget::Tree(64)] {
+            assert_eq!(run(of(1), budget, 4), wanted, "{budget}, verify {verify}");
+        }
+    }
 }

@@ -1,10 +1,14 @@
 //! The forward passes against vectors computed by PyTorch in float32: every stored tensor of all thirteen prompts.
 
+mod common;
+
 use std::collections::HashMap;
 
+use common::{options, with_engine};
 use kdtree::device::cpu::CpuDevice;
 use kdtree::device::{Admission, Device, Limits, Verify};
 use kdtree::engine::contract::Sampling;
+use kdtree::engine::driver::greedy;
 use kdtree::model::checkpoint::Checkpoint;
 use kdtree::model::config::{DraftConfig, TargetConfig};
 use kdtree::model::drafter::Drafter;
@@ -12,6 +16,7 @@ use kdtree::model::progress::Silent;
 use kdtree::model::source::ModelSource;
 use kdtree::model::target::{Form, Target, rope_table};
 use kdtree::parallel::Rank;
+use kdtree::speculate::budget::Budget;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -74,7 +79,7 @@ fn every_stored_tensor_is_reproduced() {
 
     for case in &golden.cases {
         let name = case["name"].as_str().unwrap();
-        let ids: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        let ids = ids(&case["ids"]);
         let admission = Admission {
             sampling: Sampling::greedy(),
             suppressed: vec![],
@@ -160,4 +165,29 @@ fn every_stored_tensor_is_reproduced() {
         }
         println!("{name}: {} tokens: {}", ids.len(), report.join(", "));
     }
+}
+
+/// The whole engine, plain and with trees: greedy tokens are the reference's up to the first step that is too close to call.
+#[test]
+fn greedy_tokens_follow_the_reference() {
+    for budget in [Budget::Off, Budget::Tree(32)] {
+        let cases = Golden::open().cases;
+        let prompts: Vec<Vec<u32>> = cases.iter().map(|case| ids(&case["ids"])).collect();
+        let generated = with_engine(options(), move |driver| {
+            let requests = prompts.into_iter().map(|prompt| greedy(prompt, 64, Some(budget))).collect();
+            driver.generate(requests).unwrap()
+        });
+        for (case, generated) in cases.iter().zip(&generated) {
+            let (name, wanted) = (case["name"].as_str().unwrap(), ids(&case["greedy"]));
+            let margins = case["margin"].as_array().unwrap().iter().map(|margin| margin.as_f64().unwrap());
+            let sure = margins.take_while(|&margin| margin >= 1e-3).count();
+            assert!(sure > 8, "{name}: only {sure} steps are sure");
+            let found = &generated.tokens[..sure.min(generated.tokens.len())];
+            assert_eq!(found, &wanted[..sure], "{name}, {budget}");
+        }
+    }
+}
+
+fn ids(list: &Value) -> Vec<u32> {
+    list.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }

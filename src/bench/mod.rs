@@ -1,3 +1,4 @@
 //! Measuring ourselves: kernels, rounds, the server.
 
+pub mod round;
 pub mod serve;

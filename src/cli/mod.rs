@@ -1,5 +1,6 @@
 //! The commands: one file each, with its arguments and a `run`.
 
+pub mod bench_round;
 pub mod bench_serve;
 pub mod check;
 pub mod config;
@@ -38,6 +39,8 @@ pub enum Command {
 
 #[derive(Debug, Subcommand)]
 pub enum Bench {
+    /// Tokens per second and per round, by prompt class and budget
+    Round(bench_round::Args),
     /// Load an OpenAI server and report latencies
     Serve(bench_serve::Args),
 }
@@ -50,6 +53,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Check(args) => check::run(args),
         Command::Config(args) => config::run(&args),
         Command::Wait(args) => wait::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Bench(Bench::Round(args)) => bench_round::run(&args),
         Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

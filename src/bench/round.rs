@@ -1,0 +1,247 @@
+//! `kdtree bench round`: tokens per second and tokens per round for plain decoding, chains and trees, by class of prompt; decode and
+//! prefill beside the floor measured in the same run: the time to stream the weights of one token once with the same threads.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::device::cpu::parallel::{SharedMut, split};
+use crate::device::cpu::simd::{Isa, Lanes, WIDTH, dispatch};
+use crate::engine::driver::{Driver, greedy};
+use crate::model::config::TargetConfig;
+use crate::model::inventory::{Inventory, Part};
+use crate::speculate::budget::Budget;
+
+/// One class of prompts.
+pub struct Class {
+    pub name: &'static str,
+    pub prompts: &'static [Prompt],
+}
+
+/// A prompt as users would send it.
+#[derive(Clone, Copy)]
+pub enum Prompt {
+    /// Plain text to continue.
+    Text(&'static str),
+    /// A user's message, answered at once.
+    Chat(&'static str),
+    /// A user's message, answered after thinking.
+    Thinking(&'static str),
+}
+
+use Prompt::{Chat, Text, Thinking};
+
+/// The fourteen prompts that the drafter's acceptance was measured with when it was trained (training/README.md).
+pub const CLASSES: [Class; 6] = [
+    Class {
+        name: "facts",
+        prompts: &[Chat("What is the capital of France?"), Chat("What is the currency of Japan?"), Chat("Which countries border Germany?")],
+    },
+    Class {
+        name: "lists, arithmetic",
+        prompts: &[Chat("List the first ten prime numbers."), Chat("What is 17 + 25?"), Chat("Count from 12 to 30.")],
+    },
+    Class {
+        name: "code",
+        prompts: &[
+            Chat("Write a Python function that checks whether a number is prime."),
+            Chat("Write a Python function that reverses a string."),
+        ],
+    },
+    Class { name: "definitions", prompts: &[Chat("What does the word \"harbour\" mean?"), Chat("Define gravity.")] },
+    Class {
+        name: "stories",
+        prompts: &[
+            Text("Once upon a time there was a king who had three sons."),
+            Text("It was a dark night, and the old man"),
+            Text("\"I am very glad to see you,\" said"),
+        ],
+    },
+    Class { name: "reasoning", prompts: &[Thinking("Tom has 5 apples and buys 7 more. How many apples does he have?")] },
+];
+
+/// Tokens generated per prompt.
+pub const TOKENS: u32 = 96;
+
+impl Prompt {
+    /// Ids under Kimi's chat format.
+    pub fn ids(self, driver: &dyn Driver) -> Vec<u32> {
+        let tokenizer = driver.tokenizer();
+        let chat = |text: &str, tail: &str| {
+            let mut ids = tokenizer.encode_with_markers("<|im_user|>user<|im_middle|>");
+            ids.extend(tokenizer.encode(text));
+            ids.extend(tokenizer.encode_with_markers(&format!("<|im_end|><|im_assistant|>assistant<|im_middle|>{tail}")));
+            ids
+        };
+        match self {
+            Text(text) => tokenizer.encode_prompt(text),
+            Chat(text) => chat(text, "<think></think>"),
+            Thinking(text) => chat(text, "<think>"),
+        }
+    }
+}
+
+/// One class under one budget.
+#[derive(Clone, Debug, Serialize)]
+pub struct Cell {
+    pub class: String,
+    pub budget: String,
+    /// Tokens decoded after each prompt's first.
+    pub tokens: u64,
+    pub rounds: u64,
+    pub tokens_per_round: f64,
+    /// Over all repetitions, decode only.
+    pub tokens_per_second: f64,
+}
+
+/// What the floor is made of and how decode and prefill stand to it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Floor {
+    pub weight_bytes: u64,
+    /// Streaming those bytes once, median.
+    pub stream_us: f64,
+    /// One plain decode round at a short prefix, median.
+    pub decode_us: f64,
+    pub decode_over_floor: f64,
+    pub prefill_tokens: usize,
+    pub prefill_us_per_token: f64,
+    /// Decode per token over prefill per token.
+    pub prefill_gain: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub model: String,
+    pub threads: usize,
+    pub verify: String,
+    pub floor: Floor,
+    pub cells: Vec<Cell>,
+}
+
+/// Runs every class under every budget, `repeat` times, one request at a time.
+pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], repeat: usize) -> anyhow::Result<Report> {
+    let floor = measure_floor(driver, config)?;
+    let mut cells = Vec::new();
+    for class in &CLASSES {
+        // Budgets alternate inside the repetitions, so that a machine whose speed drifts treats them alike.
+        let mut sums = vec![(0u64, 0u64, Duration::ZERO); budgets.len()];
+        for _ in 0..repeat {
+            for (budget, sum) in budgets.iter().zip(&mut sums) {
+                for prompt in class.prompts {
+                    let (tokens, rounds, took) = one(driver, *prompt, *budget)?;
+                    *sum = (sum.0 + tokens, sum.1 + rounds, sum.2 + took);
+                }
+            }
+        }
+        for (budget, (tokens, rounds, took)) in budgets.iter().zip(sums) {
+            cells.push(Cell {
+                class: class.name.into(),
+                budget: budget.to_string(),
+                tokens,
+                rounds,
+                tokens_per_round: tokens as f64 / rounds.max(1) as f64,
+                tokens_per_second: tokens as f64 / took.as_secs_f64().max(1e-9),
+            });
+        }
+    }
+    Ok(Report {
+        model: driver.info().name.clone(),
+        threads: rayon::current_num_threads(),
+        verify: driver.verify().to_string(),
+        floor,
+        cells,
+    })
+}
+
+/// Tokens after the first, rounds and decode time of one prompt.
+pub fn one(driver: &mut dyn Driver, prompt: Prompt, budget: Budget) -> anyhow::Result<(u64, u64, Duration)> {
+    let request = greedy(prompt.ids(driver), TOKENS, Some(budget));
+    let generated = driver.generate(vec![request])?.remove(0);
+    let finished = generated.end.map_err(|message| anyhow::anyhow!(message))?;
+    Ok((u64::from(finished.completion_tokens) - 1, finished.speculation.rounds, finished.timing.decode))
+}
+
+/// Bytes of the weights that decoding one token reads: everything but the embedding table and the experts not chosen.
+pub fn bytes_per_token(config: &TargetConfig) -> u64 {
+    let chosen = |bytes: u64| bytes * config.top_k as u64 / config.experts as u64;
+    let of = |tensor: &crate::model::inventory::TensorSpec| match tensor.part {
+        Part::ExpertsPacked | Part::ExpertsScales => chosen(tensor.bytes()),
+        Part::ExpertsShapes => 0,
+        _ if tensor.name.ends_with("embed_tokens.weight") => 0,
+        _ => tensor.bytes(),
+    };
+    Inventory::target(config).tensors.iter().map(of).sum()
+}
+
+fn measure_floor(driver: &mut dyn Driver, config: &TargetConfig) -> anyhow::Result<Floor> {
+    let weight_bytes = bytes_per_token(config);
+    let buffer = vec![1.0f32; weight_bytes as usize / 4];
+    let mut streams = Vec::new();
+    let mut decodes = Vec::new();
+    let prompt = Text("The capital of France is").ids(driver);
+    for _ in 0..15 {
+        let began = Instant::now();
+        std::hint::black_box(stream(&buffer));
+        streams.push(began.elapsed().as_secs_f64() * 1e6);
+        let mut request = greedy(prompt.clone(), 33, Some(Budget::Off));
+        request.stop.ignore_eos = true;
+        let finished = driver.generate(vec![request])?.remove(0).end.map_err(|message| anyhow::anyhow!(message))?;
+        decodes.push(finished.timing.decode.as_secs_f64() * 1e6 / finished.speculation.rounds.max(1) as f64);
+    }
+    let prefill_tokens = 1000.min(driver.info().max_model_len - 1);
+    let long: Vec<u32> = prompt.iter().copied().cycle().take(prefill_tokens).collect();
+    let mut prefills = Vec::new();
+    for _ in 0..5 {
+        let finished = driver.generate(vec![greedy(long.clone(), 1, Some(Budget::Off))])?.remove(0).end;
+        let finished = finished.map_err(|message| anyhow::anyhow!(message))?;
+        prefills.push(finished.timing.prefill.as_secs_f64() * 1e6 / prefill_tokens as f64);
+    }
+    let (stream_us, decode_us, prefill) = (median(streams), median(decodes), median(prefills));
+    Ok(Floor {
+        weight_bytes,
+        stream_us,
+        decode_us,
+        decode_over_floor: decode_us / stream_us,
+        prefill_tokens,
+        prefill_us_per_token: prefill,
+        prefill_gain: decode_us / prefill,
+    })
+}
+
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Reads a buffer once over the pool, as fast as vector loads go.
+fn stream(buffer: &[f32]) -> f32 {
+    let pieces = rayon::current_num_threads();
+    let mut sums = vec![0f32; pieces];
+    let shared = SharedMut::new(&mut sums);
+    split(pieces, 1, &|range| {
+        for piece in range {
+            let part = &buffer[piece * buffer.len() / pieces..(piece + 1) * buffer.len() / pieces];
+            // SAFETY: every piece has its own place.
+            unsafe { shared.range(piece, 1)[0] = sum_of(Isa::detect(), part) };
+        }
+    });
+    sums.iter().sum()
+}
+
+dispatch! {
+    fn sum_of = sum_kernel(x: &[f32]) -> f32
+}
+
+#[inline(always)]
+unsafe fn sum_kernel<V: Lanes>(x: &[f32]) -> f32 {
+    // SAFETY: whole lanes inside the slice.
+    unsafe {
+        let mut sums = [V::splat(0.0); 8];
+        for lanes in x.chunks_exact(8 * WIDTH) {
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = sum.add(V::load(lanes.as_ptr().add(i * WIDTH)));
+            }
+        }
+        sums.into_iter().reduce(|a, b| a.add(b)).map_or(0.0, |sum| sum.sum())
+    }
+}
