@@ -19,7 +19,7 @@ fn all(driver: &mut dyn Driver, budget: Budget, together: usize) -> Vec<Vec<u32>
     let prompts = sixty_prompts(driver);
     let mut out = Vec::new();
     for (first, prompts) in prompts.chunks(together).enumerate() {
-        let seed = |at: usize| 1000 + (first * together + at) as u64;
+        let seed = |at: usize| 2000 + (first * together + at) as u64;
         let plain = prompts.iter().map(|prompt| greedy(prompt.clone(), TOKENS, Some(budget))).collect();
         out.extend(tokens(&driver.generate(plain).unwrap()));
         let seeded = prompts.iter().enumerate().map(|(at, prompt)| sampled(prompt.clone(), TOKENS, budget, seed(at))).collect();

@@ -28,6 +28,7 @@ pub struct EngineOptions {
     pub drafter: String,
     /// Name under which the model is served; empty = the directory's name.
     pub served_name: String,
+    /// Where the arithmetic runs: auto (CUDA where a usable card is present, else the CPU), cpu, cuda.
     pub device: DeviceKind,
     /// Verify attention: off (baseline kernel), validate (both), on (custom kernel).
     pub verify: Verify,

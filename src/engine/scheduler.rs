@@ -82,6 +82,11 @@ impl<D: Device> Engine<D> {
         self.inbox.shared.beat();
     }
 
+    /// Forgets what earlier requests accepted; warm-up's text says nothing about users'.
+    pub fn forget_acceptance(&mut self) {
+        self.auto = AutoBudget::new(self.setup.limits.block, MAX_ROWS);
+    }
+
     pub fn take_validation(&mut self) -> Vec<LayerDiff> {
         std::mem::take(&mut self.validated)
     }

@@ -156,6 +156,7 @@ impl Prepared {
         shared.set_health(Health::Loading("warming up".into()));
         let took = warm_up(&mut engine)?;
         tracing::info!(milliseconds = took.as_millis() as u64, "warm");
+        engine.forget_acceptance();
         before_ready(&mut engine).map_err(StartError::Options)?;
         shared.set_health(Health::Ready);
         engine.run()?;

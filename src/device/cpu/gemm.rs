@@ -133,8 +133,14 @@ unsafe fn panel_product_kernel<V: Lanes>(
     // belong to this call alone.
     unsafe {
         match panels {
-            Panels::Bf16(w) => by_count::<V, _>(x, w.as_ptr(), k, count, target, column, columns),
-            Panels::F32(w) => by_count::<V, _>(x, w.as_ptr(), k, count, target, column, columns),
+            Panels::Bf16(w) => by_count::<V>(x, w.as_ptr(), k, count, target, column, columns),
+            // Widened panels are used one at a time.
+            Panels::F32(w) => {
+                for at in 0..count {
+                    let left = columns.saturating_sub(at * WIDTH).min(WIDTH);
+                    rows_of::<V, f32, 1>(x, w.as_ptr().add(at * k * WIDTH), k, target, column + at * WIDTH, left);
+                }
+            }
         }
     }
 }
@@ -163,15 +169,7 @@ impl Stored for f32 {
 }
 
 #[inline(always)]
-unsafe fn by_count<V: Lanes, S: Stored>(
-    x: &[&[f32]],
-    weights: *const S,
-    k: usize,
-    count: usize,
-    target: Target<'_>,
-    column: usize,
-    columns: usize,
-) {
+unsafe fn by_count<V: Lanes>(x: &[&[f32]], weights: *const u16, k: usize, count: usize, target: Target<'_>, column: usize, columns: usize) {
     // SAFETY: handed on.
     unsafe {
         let mut at = 0;
@@ -179,23 +177,24 @@ unsafe fn by_count<V: Lanes, S: Stored>(
             let (from, column) = (weights.add(at * k * WIDTH), column + at * WIDTH);
             let left = columns.saturating_sub(at * WIDTH);
             if x.len() == 1 && count - at >= 8 {
-                tile::<V, S, 8, 1>(x, from, k, target, 0, column, left.min(8 * WIDTH));
+                tile::<V, u16, 8, 1>(x, from, k, target, 0, column, left.min(8 * WIDTH));
                 at += 8;
             } else if x.len() <= 6 && count - at >= 4 {
-                rows_of::<V, S, 4>(x, from, k, target, column, left.min(4 * WIDTH));
+                rows_of::<V, u16, 4>(x, from, k, target, column, left.min(4 * WIDTH));
                 at += 4;
             } else if count - at >= 2 {
-                rows_of::<V, S, 2>(x, from, k, target, column, left.min(2 * WIDTH));
+                rows_of::<V, u16, 2>(x, from, k, target, column, left.min(2 * WIDTH));
                 at += 2;
             } else {
-                rows_of::<V, S, 1>(x, from, k, target, column, left.min(WIDTH));
+                rows_of::<V, u16, 1>(x, from, k, target, column, left.min(WIDTH));
                 at += 1;
             }
         }
     }
 }
 
-/// All rows against `N` panels, in tiles that fill the registers.
+/// All rows against `N` panels, in tiles that fill the registers. Few tile shapes on purpose: each is compiled for every instruction
+/// set.
 #[inline(always)]
 unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
     x: &[&[f32]],
@@ -208,7 +207,7 @@ unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
     let mut m = 0;
     // SAFETY: handed on.
     unsafe {
-        if N <= 2 {
+        if N == 2 {
             while x.len() - m >= 12 {
                 tile::<V, S, N, 12>(x, weights, k, target, m, column, columns);
                 m += 12;
@@ -218,13 +217,12 @@ unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
             tile::<V, S, N, 6>(x, weights, k, target, m, column, columns);
             m += 6;
         }
-        match x.len() - m {
-            5 => tile::<V, S, N, 5>(x, weights, k, target, m, column, columns),
-            4 => tile::<V, S, N, 4>(x, weights, k, target, m, column, columns),
-            3 => tile::<V, S, N, 3>(x, weights, k, target, m, column, columns),
-            2 => tile::<V, S, N, 2>(x, weights, k, target, m, column, columns),
-            1 => tile::<V, S, N, 1>(x, weights, k, target, m, column, columns),
-            _ => {}
+        while x.len() - m >= 2 {
+            tile::<V, S, N, 2>(x, weights, k, target, m, column, columns);
+            m += 2;
+        }
+        if m < x.len() {
+            tile::<V, S, N, 1>(x, weights, k, target, m, column, columns);
         }
     }
 }

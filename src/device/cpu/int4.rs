@@ -17,10 +17,6 @@ pub struct Int4Matrix {
 }
 
 impl Int4Matrix {
-    pub fn pack(weights: &tensor::Int4Matrix<'_>) -> Self {
-        Self::stack(&[weights])
-    }
-
     /// Matrices of one width, one under the other (gate above up).
     pub fn stack(parts: &[&tensor::Int4Matrix<'_>]) -> Self {
         let (k, group) = (parts[0].columns, parts[0].group);

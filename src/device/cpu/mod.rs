@@ -19,9 +19,8 @@ use std::cell::RefCell;
 
 use draft::{CpuContexts, DraftArgs};
 use gemm::{Into, PanelMatrix, linear};
-use int4::Int4Matrix;
 use mla::{CpuAbsorbed, CpuLatents, PromptScratch};
-use moe::{CpuExperts, MoeArgs, MoeScratch, Routes};
+use moe::{CpuExperts, ExpertMatrix, MoeArgs, MoeScratch, Routes};
 use parallel::{SharedMut, split};
 use round::CpuRound;
 use rows::CpuRows;
@@ -31,7 +30,7 @@ use verify::VerifyArgs;
 
 use super::host::HostExpert;
 use super::*;
-use crate::model::tensor::Matrix;
+use crate::model::tensor::{Int4Matrix, Matrix};
 use crate::parallel::collective::{Collective, RankLost};
 use crate::speculate::sampling::logprobs;
 
@@ -126,6 +125,18 @@ impl CpuDevice {
     }
 }
 
+/// Most bytes of bf16 that the experts of one layer may take to be unpacked at load.
+const UNPACKED_EXPERTS: usize = 64 << 20;
+
+/// Matrices of one expert, one under the other.
+fn expert_matrix(parts: &[&Int4Matrix<'_>], unpacked: bool) -> ExpertMatrix {
+    if !unpacked {
+        return ExpertMatrix::Int4(int4::Int4Matrix::stack(parts));
+    }
+    let weights: Vec<half::bf16> = parts.iter().flat_map(|part| part.unpack()).collect();
+    ExpertMatrix::Bf16(PanelMatrix::pack(&weights, parts.iter().map(|part| part.rows).sum(), parts[0].columns))
+}
+
 /// Grows a buffer to `len` and gives it out.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
@@ -168,11 +179,13 @@ impl Device for CpuDevice {
 
     fn experts(&self, weights: &[HostExpert<'_>]) -> Result<CpuExperts> {
         let mut experts = CpuExperts { gate_up: Vec::new(), down: Vec::new() };
+        let weights_of = |expert: &HostExpert<'_>| 3 * expert.gate.rows * expert.gate.columns;
+        let unpacked = 2 * weights.iter().map(weights_of).sum::<usize>() <= UNPACKED_EXPERTS;
         for expert in weights {
             multiple_of_lanes("the expert width of a rank", expert.gate.rows)?;
             multiple_of_lanes("the hidden size", expert.down.rows)?;
-            experts.gate_up.push(Int4Matrix::stack(&[&expert.gate, &expert.up]));
-            experts.down.push(Int4Matrix::pack(&expert.down));
+            experts.gate_up.push(expert_matrix(&[&expert.gate, &expert.up], unpacked));
+            experts.down.push(expert_matrix(&[&expert.down], unpacked));
         }
         Ok(experts)
     }

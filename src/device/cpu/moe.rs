@@ -13,8 +13,37 @@ use super::simd::{Isa, WIDTH};
 
 /// Routed experts of one layer: gate stacked above up, and down.
 pub struct CpuExperts {
-    pub gate_up: Vec<Int4Matrix>,
-    pub down: Vec<Int4Matrix>,
+    pub gate_up: Vec<ExpertMatrix>,
+    pub down: Vec<ExpertMatrix>,
+}
+
+/// An expert's weights: packed, unpacked panel by panel before use; or already bf16 where memory allows, which saves the unpacking
+/// when an expert has one or two rows. Both hold the same numbers and give the same bits.
+pub enum ExpertMatrix {
+    Int4(Int4Matrix),
+    Bf16(PanelMatrix),
+}
+
+impl ExpertMatrix {
+    /// Output columns.
+    fn n(&self) -> usize {
+        match self {
+            Self::Int4(matrix) => matrix.n,
+            Self::Bf16(matrix) => matrix.n,
+        }
+    }
+
+    /// Panel `block` times the rows of `x`, into columns `column ..` of the target.
+    fn product(&self, isa: Isa, x: &[&[f32]], block: usize, panel: &mut Vec<f32>, target: Target<'_>, column: usize) {
+        match self {
+            Self::Int4(matrix) => {
+                panel.resize(panel.len().max(matrix.k * WIDTH), 0.0);
+                matrix.unpack(isa, block, panel);
+                panel_product(isa, x, Panels::F32(panel), matrix.k, 1, target, column, WIDTH);
+            }
+            Self::Bf16(matrix) => matrix.block_product(isa, x, block, target, column),
+        }
+    }
 }
 
 /// Which experts each row chose, `top_k` per row, with their weights.
@@ -65,7 +94,7 @@ pub fn moe(isa: Isa, args: &MoeArgs<'_>, z: &[f32], hidden: usize, rows: usize, 
         scratch.places[expert as usize].push(place as u32);
     }
     let places = rows * args.top_k;
-    let inner = args.experts.gate_up.first().map_or(0, |m| m.n / 2).max(1);
+    let inner = args.experts.gate_up.first().map_or(0, |m| m.n() / 2).max(1);
     let shared_inner = args.shared_down.k;
     scratch.inner.resize(places * inner + rows * shared_inner, 0.0);
     scratch.outer.resize(places * hidden, 0.0);
@@ -100,14 +129,14 @@ fn up_stage(
                     let rows: Vec<&[f32]> = places[expert].iter().map(|&place| x[place as usize / args.top_k]).collect();
                     let matrix = &args.experts.gate_up[expert];
                     let to = |i: usize| places[expert][i] as usize * inner + block * WIDTH;
-                    gate_up_block(isa, &rows, GateUp::Int4(matrix), block, per_expert, panel, sums, &|i, values| {
+                    gate_up_block(isa, &rows, GateUp::Expert(matrix), block, per_expert, panel, sums, &|i, values| {
                         // SAFETY: this item alone writes these columns of these places.
                         unsafe { shared.range(to(i), WIDTH) }.copy_from_slice(values);
                     });
                 } else {
                     let block = item - active.len() * per_expert;
                     let to = |i: usize| all_places * inner + i * shared_inner + block * WIDTH;
-                    gate_up_block(isa, x, GateUp::Bf16(args.shared_gate_up), block, shared_blocks, panel, sums, &|i, values| {
+                    gate_up_block(isa, x, GateUp::Shared(args.shared_gate_up), block, shared_blocks, panel, sums, &|i, values| {
                         // SAFETY: as above.
                         unsafe { shared.range(to(i), WIDTH) }.copy_from_slice(values);
                     });
@@ -118,8 +147,8 @@ fn up_stage(
 }
 
 enum GateUp<'a> {
-    Int4(&'a Int4Matrix),
-    Bf16(&'a PanelMatrix),
+    Expert(&'a ExpertMatrix),
+    Shared(&'a PanelMatrix),
 }
 
 /// 16 columns of `silu(gate) * up` for all rows; the gate's panel is `block`, up's is `block + blocks`.
@@ -138,12 +167,8 @@ fn gate_up_block(
     let target = Target { out: SharedMut::new(sums), stride: 2 * WIDTH, into: Into::Overwrite };
     for (half, block) in [block, block + blocks].into_iter().enumerate() {
         match weights {
-            GateUp::Int4(matrix) => {
-                panel.resize(panel.len().max(matrix.k * WIDTH), 0.0);
-                matrix.unpack(isa, block, panel);
-                panel_product(isa, rows, Panels::F32(panel), matrix.k, 1, target, half * WIDTH, WIDTH);
-            }
-            GateUp::Bf16(matrix) => matrix.block_product(isa, rows, block, target, half * WIDTH),
+            GateUp::Expert(matrix) => matrix.product(isa, rows, block, panel, target, half * WIDTH),
+            GateUp::Shared(matrix) => matrix.block_product(isa, rows, block, target, half * WIDTH),
         }
     }
     for i in 0..rows.len() {
@@ -179,11 +204,9 @@ fn down_stage(
                     let (expert, block) = (active[item / blocks], item % blocks);
                     let x: Vec<&[f32]> = places[expert].iter().map(|&place| &values[place as usize * inner..][..inner]).collect();
                     let matrix = &args.experts.down[expert];
-                    panel.resize(panel.len().max(matrix.k * WIDTH), 0.0);
-                    matrix.unpack(isa, block, panel);
                     sums.resize(sums.len().max(x.len() * WIDTH), 0.0);
                     let target = Target { out: SharedMut::new(sums), stride: WIDTH, into: Into::Overwrite };
-                    panel_product(isa, &x, Panels::F32(panel), matrix.k, 1, target, 0, WIDTH);
+                    matrix.product(isa, &x, block, panel, target, 0);
                     for (i, &place) in places[expert].iter().enumerate() {
                         // SAFETY: this item alone writes these columns of these places.
                         unsafe { outer.range(place as usize * hidden + block * WIDTH, WIDTH) }
