@@ -263,6 +263,7 @@ pub trait Device: Sized + 'static {
     fn all_reduce(&self, x: &mut Self::Act, rows: &Self::Rows) -> Result<()>;
     /// `out[:, rank * width ..] = x` of every rank.
     fn gather_columns(&self, x: &Self::Act, rows: &Self::Rows, out: &mut Self::Act) -> Result<()>;
+    #[allow(clippy::too_many_arguments)]
     /// Queries (rotated) `[rows, heads * (nope + rope)]`, and the rows' latents into the cache at their slots.
     fn mla_project(
         &self,

@@ -53,7 +53,7 @@ fn exp_below(x: [f32; LANES]) -> [f32; LANES] {
         let n = shifted[i] - ROUND;
         let r = (x[i] - n * 0.693_359_4) + n * 2.121_944_4e-4;
         let mut p = 1.987_569_1e-4_f32;
-        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
             p = p * r + c;
         }
         (p * (r * r) + r + 1.0) * f32::from_bits(shifted[i].to_bits().wrapping_add(127) << 23)

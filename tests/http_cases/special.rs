@@ -187,7 +187,7 @@ fn scraped(case: &Case, server: &Binary) -> Result<Vec<Answer>, String> {
         let mut index = 0u64;
         while !stop.load(Ordering::Relaxed) {
             let mut body = load.clone();
-            if index % 3 > 0 {
+            if !index.is_multiple_of(3) {
                 body["model"] = json!("k26-mini");
             }
             let leave = if index.is_multiple_of(2) { Leave::After(Duration::from_millis(index * 37 % 400)) } else { Leave::AfterEvents(5) };
