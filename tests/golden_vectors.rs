@@ -181,7 +181,7 @@ fn greedy_tokens_follow_the_reference() {
             let (name, wanted) = (case["name"].as_str().unwrap(), ids(&case["greedy"]));
             let margins = case["margin"].as_array().unwrap().iter().map(|margin| margin.as_f64().unwrap());
             let sure = margins.take_while(|&margin| margin >= 1e-3).count();
-            assert!(sure > 8, "{name}: only {sure} steps are sure");
+            assert!(sure == wanted.len() || sure > 32, "{name}: only {sure} steps are sure");
             let found = &generated.tokens[..sure.min(generated.tokens.len())];
             assert_eq!(found, &wanted[..sure], "{name}, {budget}");
         }

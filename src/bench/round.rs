@@ -118,18 +118,21 @@ pub struct Report {
     pub cells: Vec<Cell>,
 }
 
-/// Runs every class under every budget, `repeat` times, one request at a time.
+/// Runs every class under every budget, `repeat` times after one pass that is not counted, one request at a time.
 pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], repeat: usize) -> anyhow::Result<Report> {
     let floor = measure_floor(driver, config)?;
     let mut cells = Vec::new();
     for class in &CLASSES {
         // Budgets alternate inside the repetitions, so that a machine whose speed drifts treats them alike.
         let mut sums = vec![(0u64, 0u64, Duration::ZERO); budgets.len()];
-        for _ in 0..repeat {
+        // The first pass is not counted: it teaches `auto` this class, as steady traffic of the class would.
+        for pass in 0..=repeat {
             for (budget, sum) in budgets.iter().zip(&mut sums) {
                 for prompt in class.prompts {
                     let (tokens, rounds, took) = one(driver, *prompt, *budget)?;
-                    *sum = (sum.0 + tokens, sum.1 + rounds, sum.2 + took);
+                    if pass > 0 {
+                        *sum = (sum.0 + tokens, sum.1 + rounds, sum.2 + took);
+                    }
                 }
             }
         }
