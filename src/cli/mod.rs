@@ -1,9 +1,11 @@
 //! The commands: one file each, with its arguments and a `run`.
 
+pub mod bench_kernel;
 pub mod bench_round;
 pub mod bench_serve;
 pub mod check;
 pub mod config;
+pub mod doctor;
 pub mod generate;
 pub mod serve;
 pub mod wait;
@@ -32,6 +34,8 @@ pub enum Command {
     Config(config::Args),
     /// Wait until a server answers with a real completion
     Wait(wait::Args),
+    /// Say which card and which kernels this machine would use, and why
+    Doctor(doctor::Args),
     /// Measure: round, serve, kernel
     #[command(subcommand)]
     Bench(Bench),
@@ -41,6 +45,8 @@ pub enum Command {
 pub enum Bench {
     /// Tokens per second and per round, by prompt class and budget
     Round(bench_round::Args),
+    /// Time the verify kernels beside the card's read rate and mma.sync peak
+    Kernel(bench_kernel::Args),
     /// Load an OpenAI server and report latencies
     Serve(bench_serve::Args),
 }
@@ -54,6 +60,8 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Config(args) => config::run(&args),
         Command::Wait(args) => wait::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(Bench::Round(args)) => bench_round::run(&args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Bench(Bench::Kernel(args)) => bench_kernel::run(args),
         Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -6,6 +6,7 @@
 //! calls and replays them.
 
 pub mod cpu;
+pub mod cuda;
 pub mod host;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};

@@ -1,0 +1,131 @@
+// Second node of a tree-verify launch: adds a row's partials in the order of their place in the prefix and normalises.
+//
+// Maxima are integers, so weights are exact powers of two and the merge is plain addition; an empty partial (l = 0) is never
+// read. `wide` spreads one row x head over four blocks of 16 warps (few rows, many pieces: latency counts) and is what `exact`
+// always uses, so that the order of addition never depends on the launch; `narrow` uses one small block (many rows, few pieces).
+#include "schedule.cuh"
+#include "softmax.cuh"
+
+namespace {
+
+__device__ void add(float4& acc, float4 v, float w) {
+  acc.x += w * v.x, acc.y += w * v.y, acc.z += w * v.z, acc.w += w * v.w;
+}
+
+__device__ void store(__nv_bfloat16* dst, float4 v, float scale) {
+  *reinterpret_cast<uint2*>(dst) = make_uint2(pack_bf16(v.x * scale, v.y * scale), pack_bf16(v.z * scale, v.w * scale));
+}
+
+// What one warp knows about 128 pieces: four a lane. Pieces without a key have weight 0.
+struct Weights {
+  float m[4], l[4], weight[4];
+};
+
+__device__ Weights load(const float4* ml, int first, int count, int64_t step) {
+  Weights w;
+  for (int k = 0; k < 4; ++k) {
+    const int i = first + 32 * k + static_cast<int>(threadIdx.x % 32);
+    const float4 x = i < count ? ml[i * step] : make_float4(kNoMax, 0.0f, 0.0f, 0.0f);
+    w.m[k] = x.y > 0.0f ? x.x : kNoMax, w.l[k] = x.y, w.weight[k] = x.z;
+  }
+  return w;
+}
+
+// Largest m and the sums over all pieces, by one warp, lane by lane in a fixed pattern.
+struct Totals {
+  float m, l, weight;
+};
+__device__ Totals totals(const Weights& head, const float4* ml, int count, int64_t step) {
+  Totals t = {fmaxf(fmaxf(head.m[0], head.m[1]), fmaxf(head.m[2], head.m[3])), 0.0f, 0.0f};
+  for (int first = 128; first < count; first += 128) {
+    const Weights w = load(ml, first, count, step);
+    t.m = fmaxf(t.m, fmaxf(fmaxf(w.m[0], w.m[1]), fmaxf(w.m[2], w.m[3])));
+  }
+  for (int d = 1; d < 32; d *= 2) t.m = fmaxf(t.m, __shfl_xor_sync(~0u, t.m, d));
+  auto sum = [&](const Weights& w) {
+    for (int k = 0; k < 4; ++k) {
+      const float scale = exp2_fast(w.m[k] - t.m);
+      t.l += w.l[k] * scale, t.weight += w.weight[k] * scale;
+    }
+  };
+  sum(head);
+  for (int first = 128; first < count; first += 128) sum(load(ml, first, count, step));
+  for (int d = 1; d < 32; d *= 2) t.l += __shfl_xor_sync(~0u, t.l, d), t.weight += __shfl_xor_sync(~0u, t.weight, d);
+  return t;
+}
+
+// Finds the pieces of this block's row and head. False: padding, or the tree kernel wrote the output itself.
+struct Row {
+  int64_t at, first, step;
+  int count;
+};
+__device__ bool find(const VerifyParams& p, int tile_rows, Row& r) {
+  const int heads = 1 << p.heads_log2, row = blockIdx.x >> p.heads_log2, head = blockIdx.x & (heads - 1);
+  const int4 piece = p.pieces[row];
+  if (row < p.qo_indptr[0] || row >= p.qo_indptr[p.batch] || piece.y <= 1) return false;
+  r.at = (static_cast<int64_t>(row) << p.heads_log2) + head;
+  r.count = min(piece.y, ceil_div(p.partials - piece.x, piece.z));
+  r.step = static_cast<int64_t>(piece.z) * tile_rows;
+  r.first = static_cast<int64_t>(piece.x) * tile_rows + piece.w + head;
+  return true;
+}
+
+}  // namespace
+
+// `tile_rows`: rows of a row tile in the launch that wrote the partials.
+extern "C" __global__ void __launch_bounds__(512) verify_merge_wide(const __grid_constant__ VerifyParams p, int tile_rows) {
+  constexpr int kWarps = 16, kColumns = 128;
+  __shared__ float4 part[kWarps][32];
+  Row r;
+  if (!find(p, tile_rows, r)) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * kColumns + 4 * lane;
+  const float4* ml = p.partial_ml + r.first;
+  Weights w = load(ml, 0, r.count, r.step);
+  const Totals total = totals(w, ml, r.count, r.step);
+
+  // Warp w adds pieces w, w + 16, ...; eight loads at a time are in flight.
+  float4 acc = {};
+  for (int first = 0; first < r.count; first += 128) {
+    if (first > 0) w = load(ml, first, r.count, r.step);
+    float4 v[8];
+    float scale[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int i = warp + kWarps * k, source = i % 32;
+      const float l = __shfl_sync(~0u, w.l[k / 2], source), m = __shfl_sync(~0u, w.m[k / 2], source);
+      scale[k] = exp2_fast(m - total.m);
+      v[k] = make_float4(0, 0, 0, 0);
+      if (l > 0.0f) v[k] = __ldcs(reinterpret_cast<const float4*>(p.partial_o + (r.first + (first + i) * r.step) * kLatent + column));
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) add(acc, v[k], scale[k]);
+  }
+  part[warp][lane] = acc;
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int k = 1; k < kWarps; ++k) add(acc, part[k][lane], 1.0f);
+  store(p.out + r.at * kLatent + column, acc, total.weight > 0.0f ? 1.0f / total.weight : 0.0f);
+  if (lane == 0 && blockIdx.y == 0) p.lse[r.at] = natural_lse(total.m, total.l);
+}
+
+extern "C" __global__ void __launch_bounds__(32) verify_merge_narrow(const __grid_constant__ VerifyParams p, int tile_rows) {
+  Row r;
+  if (!find(p, tile_rows, r)) return;
+  const int lane = threadIdx.x % 32;
+  const float4* ml = p.partial_ml + r.first;
+  const Totals total = totals(load(ml, 0, r.count, r.step), ml, r.count, r.step);
+  float4 acc[4] = {};
+#pragma unroll 2
+  for (int i = 0; i < r.count; ++i) {
+    const float4 x = ml[i * r.step];
+    const float scale = x.y > 0.0f ? exp2_fast(x.x - total.m) : 0.0f;
+    const float4* src = reinterpret_cast<const float4*>(p.partial_o + (r.first + i * r.step) * kLatent) + lane;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) add(acc[k], x.y > 0.0f ? __ldcs(src + 32 * k) : make_float4(0, 0, 0, 0), scale);
+  }
+  const float scale = total.weight > 0.0f ? 1.0f / total.weight : 0.0f;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) store(p.out + r.at * kLatent + 4 * lane + 128 * k, acc[k], scale);
+  if (lane == 0) p.lse[r.at] = natural_lse(total.m, total.l);
+}

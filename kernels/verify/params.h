@@ -1,0 +1,42 @@
+// What the host hands to the verify kernels, and the numbers that both sides must agree on.
+// The Rust mirror is src/device/cuda/params.rs; a test there checks size and offsets against this file's static_asserts.
+#pragma once
+#include <cuda_bf16.h>
+#include <cstdint>
+
+constexpr int kLatent = 512;                      // columns of a KV row that are both key and value
+constexpr int kRope = 64;                         // columns that are key only
+constexpr int kRow = kLatent + kRope;             // bf16 elements of a KV row and of a query row
+constexpr int kRowBytes = kRow * 2;               // 1152
+constexpr int kTile = 16;                         // KV tokens a tile
+constexpr int kTileBytes = kTile * kRowBytes;     // 18432, a multiple of 1024: the swizzle period
+constexpr int kMaxBatch = 128;                    // requests a launch
+constexpr int kMaxRows = 64;                      // draft rows a request: bits of a mask word
+constexpr int kSmemLimit = 101376;                // shared memory a block may have on sm_120
+
+// Lengths and lists are device data: a captured launch serves every later length.
+struct VerifyParams {
+  const __nv_bfloat16* q;         // [rows][heads][576], latent part first
+  const __nv_bfloat16* kv;        // [slots][576]
+  __nv_bfloat16* out;             // [rows][heads][512]
+  float* lse;                     // [rows][heads], natural log; -inf where a row sees no key
+  const int32_t* qo_indptr;       // [batch + 1], draft rows of request r are qo_indptr[r] .. qo_indptr[r + 1]
+  const int32_t* kv_indptr;       // [batch + 1], the same for its prefix in kv_indices
+  const int32_t* kv_indices;      // prefix slots
+  const int32_t* draft_slots;     // [rows]
+  const uint64_t* mask;           // [rows], bit j: row j of this request is me or my ancestor
+  float* partial_o;               // [partials][row tile][512], not normalised
+  float4* partial_ml;             // [partials][row tile], (m, l, weight, -): maximum (base 2), sum, sum of rounded probabilities
+  int4* pieces;                   // [rows], where the merge finds a row's partials: first, count, step, row in tile
+  int32_t batch;
+  int32_t rows;                   // rows the buffers hold, for bounds only
+  int32_t slots;                  // rows of kv
+  int32_t heads_log2;             // 4 .. 64 heads per rank
+  float scale_log2;               // softmax scale x log2(e)
+  int32_t exact;                  // 0: fast, 1: exact (for the merge; the tree kernel is compiled for each)
+  int32_t item_cost;              // what starting a piece costs, in tiles (fast scheduler)
+  int32_t min_tiles;              // no piece shorter than this (fast scheduler)
+  float split_root;               // at most split_root x sqrt(prefix) pieces a request (fast scheduler)
+  int32_t partials;               // capacity of the partial buffers, in row tiles
+};
+static_assert(sizeof(VerifyParams) == 136, "mirrored in Rust");

@@ -1,0 +1,182 @@
+// Who computes what, decided on the device from the lengths in this launch; every block derives the same plan, so there is no host
+// plan, no metadata kernel and no synchronisation.
+//
+// A request's rows x heads are cut into row tiles. A *stream* is what walks a request's KV once: one row tile, or, when all
+// requests have the same number of row tiles, all of them at the same time (a *team* of blocks that share the KV through L2).
+//
+// fast:  the streams are laid end to end on a line measured in tiles; each unit (team) takes an equal stretch. The piece of
+//        unit u on stream s is partial u + s, unique because both only grow along the line.
+// exact: every stream is cut at fixed positions, whatever else is in the batch. A row's last tiles are gathered row by row in
+//        position order, committed keys and draft ancestors alike, so a result depends on the row's own keys and nothing else.
+#pragma once
+#include "params.h"
+
+struct Request {
+  int kv_begin, prefix, q_begin, rows;
+};
+
+struct Plan {
+  Request request[kMaxBatch];
+  int line[kMaxBatch + 1];      // fast: where a request's streams start on the line; exact: its first item
+  int streams[kMaxBatch + 1];   // streams before this request
+  int team, units, payload;     // fast only: blocks a team, teams, tiles a unit
+};
+
+enum TileKind { kWhole = 0, kPrefixEnd = 1, kDraft = 2, kGathered = 3, kNone = 4 };
+
+// A piece of work and the place of a walker inside it. In fast mode tiles are numbered from the start of the request (prefix,
+// then draft); in exact mode from the start of the item (shared tiles, then the gathered tiles of one draft row after another).
+struct Walk {
+  int request, stream, tile, end;
+  int begin;        // fast: first tile of this piece; exact: 0
+  int first;        // exact: absolute first tile of the split
+  int id;           // exact: item number; fast: stream number over all requests
+  int direct;       // the piece is the whole stream: write the output, not a partial
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// exact: splits of 8 tiles (128 tokens) up to 512 tiles, then 32 splits an octave.
+constexpr int kBaseTiles = 512, kBaseSplits = 64;
+__host__ __device__ inline int split_begin(int k) {
+  if (k < kBaseSplits) return k * (kBaseTiles / kBaseSplits);
+  const int octave = (k - kBaseSplits) / 32, i = (k - kBaseSplits) % 32;
+  return (kBaseTiles << octave) + i * ((kBaseTiles / 32) << octave);
+}
+__device__ inline int split_of(int tile) {
+  if (tile < kBaseTiles) return tile / (kBaseTiles / kBaseSplits);
+  const int octave = 31 - __clz(tile) - 9;
+  return kBaseSplits + 32 * octave + (tile - (kBaseTiles << octave)) / ((kBaseTiles / 32) << octave);
+}
+
+__device__ inline int row_tiles(const VerifyParams& p, int rows, int tile_rows) { return ceil_div(rows << p.heads_log2, tile_rows); }
+__device__ inline int fast_tiles(const Request& r) { return ceil_div(r.prefix, kTile) + ceil_div(r.rows, kTile); }
+// Splits a request may need: as if it were a chain. A tree is shallower; its last splits may turn out empty.
+__device__ inline int exact_splits(const Request& r) { return split_of((r.prefix + r.rows - 1) / kTile) + 1; }
+
+__device__ inline int warp_inclusive_sum(int v) {
+  const int lane = threadIdx.x % 32;
+  for (int d = 1; d < 32; d *= 2) {
+    const int up = __shfl_up_sync(~0u, v, d);
+    if (lane >= d) v += up;
+  }
+  return v;
+}
+
+// Called by one whole warp; the block must synchronise before reading the plan.
+template <int kTileRows, bool kExact>
+__device__ void make_plan(const VerifyParams& p, Plan& plan, int blocks) {
+  constexpr int kPerLane = kMaxBatch / 32;
+  const int lane = threadIdx.x % 32;
+  Request own[kPerLane];
+  int low = 1 << 30, high = 0, longest = 0;
+  for (int i = 0; i < kPerLane; ++i) {
+    const int r = lane * kPerLane + i;
+    own[i] = Request{0, 0, 0, 0};
+    if (r < p.batch) {
+      const int kv0 = p.kv_indptr[r], kv1 = p.kv_indptr[r + 1], q0 = p.qo_indptr[r], q1 = p.qo_indptr[r + 1];
+      own[i] = Request{kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
+    }
+    plan.request[r] = own[i];
+    if (own[i].rows > 0) {
+      const int n = row_tiles(p, own[i].rows, kTileRows);
+      low = min(low, n), high = max(high, n);
+      longest = max(longest, fast_tiles(own[i]));
+    }
+  }
+  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high), longest = __reduce_max_sync(~0u, longest);
+  // Teams only when everybody has the same number of row tiles and little of the card is left over.
+  const bool teams = low == high && blocks >= high && (blocks % high) * 16 <= blocks;
+  const int team = teams ? high : 1, units = blocks / team;
+
+  int cost[kPerLane], streams[kPerLane], cost_sum = 0, stream_sum = 0;
+  for (int i = 0; i < kPerLane; ++i) {
+    const Request& r = own[i];
+    const int tiles = r.rows > 0 ? row_tiles(p, r.rows, kTileRows) : 0;
+    streams[i] = r.rows > 0 ? (kExact ? tiles : tiles / team) : 0;
+    cost[i] = r.rows > 0 ? (kExact ? exact_splits(r) * tiles : streams[i] * (fast_tiles(r) + p.item_cost)) : 0;
+    cost_sum += cost[i], stream_sum += streams[i];
+  }
+  int cost_at = warp_inclusive_sum(cost_sum) - cost_sum, stream_at = warp_inclusive_sum(stream_sum) - stream_sum;
+  for (int i = 0; i < kPerLane; ++i) {
+    const int r = lane * kPerLane + i;
+    plan.line[r] = cost_at, plan.streams[r] = stream_at;
+    cost_at += cost[i], stream_at += streams[i];
+  }
+  if (lane == 31) {
+    plan.line[kMaxBatch] = cost_at, plan.streams[kMaxBatch] = stream_at;
+    plan.team = kExact ? 1 : team, plan.units = kExact ? blocks : units;
+    const int root = static_cast<int>(ceilf(sqrtf(static_cast<float>(longest)) / (4.0f * p.split_root)));
+    plan.payload = max(max(ceil_div(cost_at, units), p.min_tiles), root);
+  }
+}
+
+// Moves `w` to the next piece of this unit (fast) or block (exact). False when there is none.
+__device__ inline bool next_fast(const VerifyParams& p, const Plan& plan, Walk& w, int unit) {
+  const int a = unit * plan.payload, b = a + plan.payload;
+  for (;;) {
+    ++w.stream;
+    while (w.request < p.batch && w.stream >= plan.streams[w.request + 1] - plan.streams[w.request]) ++w.request, w.stream = 0;
+    if (w.request >= p.batch) return false;
+    const int tiles = fast_tiles(plan.request[w.request]);
+    const int start = plan.line[w.request] + w.stream * (tiles + p.item_cost);
+    if (start >= b) return false;
+    w.begin = max(a - start - p.item_cost, 0), w.end = min(b - start - p.item_cost, tiles);
+    if (w.begin >= w.end) continue;
+    w.tile = w.begin;
+    w.id = plan.streams[w.request] + w.stream;
+    w.direct = w.begin == 0 && w.end == tiles;
+    return true;
+  }
+}
+
+// First request of this unit's stretch, so that walking does not start at request 0.
+__device__ inline Walk start_fast(const VerifyParams& p, const Plan& plan, int unit) {
+  Walk w{};
+  const int a = unit * plan.payload;
+  int low = 0, high = p.batch;
+  while (high - low > 1) {
+    const int mid = (low + high) / 2;
+    if (plan.line[mid] <= a) low = mid;
+    else high = mid;
+  }
+  const int start = plan.line[low], per = fast_tiles(plan.request[low]) + p.item_cost;
+  w.request = low;
+  w.stream = max(min((a - start) / per, plan.streams[low + 1] - plan.streams[low]), 0) - 1;
+  return w;
+}
+
+// Draft row `u` of a request sees `prefix + ancestors` keys; this is the last absolute tile that holds one.
+__device__ inline int last_tile(const VerifyParams& p, const Request& r, int u) {
+  const uint64_t in_request = r.rows >= 64 ? ~0ull : (1ull << r.rows) - 1;
+  return (r.prefix + __popcll(p.mask[r.q_begin + u] & in_request) - 1) / kTile;
+}
+
+// exact, called by a whole warp: gathered tiles of draft row u = first + lane in the split [begin, end), 0 for other lanes.
+template <int kTileRows>
+__device__ int gathered_tiles(const VerifyParams& p, const Request& r, int row_tile, int begin, int end, int& u) {
+  const int first = (row_tile * kTileRows) >> p.heads_log2, count = max(kTileRows >> p.heads_log2, 1);
+  u = first + static_cast<int>(threadIdx.x % 32);
+  if (static_cast<int>(threadIdx.x % 32) >= count || u >= r.rows) return 0;
+  return max(min(last_tile(p, r, u) + 1, end) - max(r.prefix / kTile, begin), 0);
+}
+
+template <int kTileRows>
+__device__ bool next_exact(const VerifyParams& p, const Plan& plan, Walk& w, int blocks) {
+  for (w.id += blocks; w.id < plan.line[kMaxBatch]; w.id += blocks) {
+    while (plan.line[w.request + 1] <= w.id) ++w.request;
+    const Request& r = plan.request[w.request];
+    const int tiles = row_tiles(p, r.rows, kTileRows), local = w.id - plan.line[w.request];
+    const int split = local / tiles;
+    w.stream = local % tiles;
+    w.first = split_begin(split);
+    const int end = split_begin(split + 1);
+    int u, gathered = gathered_tiles<kTileRows>(p, r, w.stream, w.first, end, u);
+    gathered = __reduce_add_sync(~0u, gathered);
+    w.begin = w.tile = 0;
+    w.end = max(min(r.prefix / kTile, end) - w.first, 0) + gathered;
+    w.direct = exact_splits(r) == 1;
+    return true;
+  }
+  return false;
+}

@@ -1,0 +1,136 @@
+//! One opened card: its context, one stream, and what the program must know about it.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, result, sys};
+use cudarc::nvrtc::Ptx;
+
+use super::error::{CudaError, During};
+use super::image::{self, Target};
+
+/// What the driver says about a card, without opening it.
+#[derive(Clone, Debug)]
+pub struct Card {
+    pub ordinal: usize,
+    pub name: String,
+    pub capability: (i32, i32),
+    /// `None`: this build holds no machine code for it.
+    pub target: Option<Target>,
+}
+
+/// Version of the CUDA driver as 1000 x major + 10 x minor, or why there is none. Never panics.
+pub fn driver_version() -> Result<i32, CudaError> {
+    // SAFETY: only tries to open the library by name.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    let mut version = 0;
+    // SAFETY: the library is there and `version` outlives the call; this entry point exists in every driver and needs no cuInit.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().during("asking for the driver version")?;
+    Ok(version)
+}
+
+/// Every card the driver sees. Errors say why there is none.
+pub fn cards() -> Result<Vec<Card>, CudaError> {
+    driver_version()?;
+    match result::init() {
+        Err(e) if e.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => return Err(CudaError::NoCard),
+        other => other.during("starting the CUDA driver")?,
+    }
+    let count = result::device::get_count().during("counting cards")?;
+    if count == 0 {
+        return Err(CudaError::NoCard);
+    }
+    (0..count)
+        .map(|i| {
+            let device = result::device::get(i).during("looking at a card")?;
+            let name = result::device::get_name(device).during("asking a card's name")?;
+            use sys::CUdevice_attribute_enum::{
+                CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+            };
+            // SAFETY: `device` comes from the driver.
+            let attribute = |a| unsafe { result::device::get_attribute(device, a) }.during("asking a card's capability");
+            let capability = (attribute(MAJOR)?, attribute(MINOR)?);
+            Ok(Card { ordinal: i as usize, name, capability, target: Target::for_capability(capability) })
+        })
+        .collect()
+}
+
+/// An opened card. Create and use it on the thread that will launch: contexts and graphs belong to threads.
+pub struct Gpu {
+    pub context: Arc<CudaContext>,
+    pub stream: Arc<CudaStream>,
+    pub name: String,
+    pub capability: (i32, i32),
+    pub target: Target,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// CUDA driver version, 1000 x major + 10 x minor.
+    pub driver: i32,
+}
+
+impl Gpu {
+    /// Opens card `ordinal`. Errors name what is missing: kernels, driver, its version, the card or its capability.
+    pub fn open(ordinal: usize) -> Result<Self, CudaError> {
+        if !image::built() {
+            return Err(CudaError::BuiltWithout);
+        }
+        let driver = driver_version()?;
+        if driver < 13000 {
+            return Err(CudaError::OldDriver { found: driver });
+        }
+        let cards = cards()?;
+        let card = cards.get(ordinal).ok_or(CudaError::NoSuchCard { ordinal, count: cards.len() })?.clone();
+        let Some(target) = card.target else {
+            return Err(CudaError::Unsupported { name: card.name, capability: card.capability });
+        };
+        let context = CudaContext::new(ordinal).during("opening the card")?;
+        // SAFETY: done before any allocation. Everything runs on the one stream below, so nothing relies on tracked events,
+        // and a capture would trip over them.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().during("creating a stream")?;
+        let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).during("asking a card's size")?;
+        Ok(Self { context, stream, name: card.name, capability: card.capability, target, sms: sms as u32, driver })
+    }
+
+    /// Loads one kernel file of this binary.
+    pub fn module(&self, name: &'static str) -> Result<Arc<CudaModule>, CudaError> {
+        let bytes = image::fatbin(name).ok_or(CudaError::BuiltWithout)?;
+        self.context.load_module(Ptx::from_binary(bytes.to_vec())).during("loading machine code")
+    }
+
+    /// A kernel of a loaded file that may use `shared` bytes of dynamic shared memory.
+    pub fn function(&self, module: &Arc<CudaModule>, name: &str, shared: u32) -> Result<CudaFunction, CudaError> {
+        let function = module.load_function(name).during("finding a kernel")?;
+        if shared > 0 {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, shared as i32).during("reserving shared memory")?;
+        }
+        Ok(function)
+    }
+
+    /// Waits for everything enqueued, and reports an error of any launch or free since the last call.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.stream.synchronize().during("waiting for the card")?;
+        self.context.check_err().during("work enqueued earlier")
+    }
+
+    /// Enqueues one kernel. `arguments` point at its parameters in order. Does not allocate, copy or wait, so it may be captured.
+    ///
+    /// # Safety
+    /// The pointers must point at values of the kernel's parameter types, and the device pointers in them must stay valid until
+    /// the kernel (or the last replay of a graph that holds it) has run.
+    pub unsafe fn launch(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        shared: u32,
+        arguments: &mut [*mut std::ffi::c_void],
+    ) -> Result<(), CudaError> {
+        self.context.bind_to_thread().during("binding the context")?;
+        // SAFETY: promised by the caller.
+        unsafe { result::launch_kernel(function.cu_function(), grid, (threads, 1, 1), shared, self.stream.cu_stream(), arguments) }
+            .during("launching a kernel")
+    }
+}

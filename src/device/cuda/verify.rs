@@ -1,0 +1,313 @@
+//! Typed launch of the verify kernels.
+//!
+//! [`Verify::new`] loads the machine code and allocates the scratch once, for the largest launch; [`Verify::launch`] only enqueues
+//! one or two kernels. Lengths, lists and masks are read on the device, so a captured launch serves every later round of the same
+//! bucket (batch, rows).
+
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, sys::CUdeviceptr};
+
+use super::error::{CudaError, During};
+use super::gpu::Gpu;
+use super::kv::{KvRows, TILE};
+use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
+
+const TREE_THREADS: u32 = 256;
+/// Row x head products up to which the merge spreads each over several blocks.
+const WIDE_MERGE: usize = 1024;
+
+/// Which verify kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Kernel {
+    /// One pass, no split; simple on purpose.
+    Baseline,
+    /// KV split over the card, partial + merge.
+    Tree,
+}
+
+/// What the tree kernel's bits depend on. The baseline is exact either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Numerics {
+    /// Splits chosen for the whole batch.
+    Fast,
+    /// Splits fixed by a row's own positions: the same request gives the same bits alone, batched, in a chain or in a tree.
+    Exact,
+}
+
+/// The largest launch that scratch is allocated for.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Requests, 1 to 128.
+    pub batch: usize,
+    /// Draft rows of all requests together.
+    pub rows: usize,
+    /// Draft rows of one request, 1 to 64.
+    pub rows_per_request: usize,
+    /// Query heads per rank: 4, 8, 16, 32 or 64.
+    pub heads: usize,
+    /// Longest prefix, in tokens. Bounds the splits of `exact`; `fast` takes any length.
+    pub prefix: usize,
+    /// Whether `exact` launches will be made: they need more scratch.
+    pub exact: bool,
+}
+
+/// How the `fast` scheduler cuts; the defaults are what the ladder in docs/kernel.md arrived at.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// What starting a piece costs, in tiles of 16 tokens.
+    pub item_cost: i32,
+    /// No piece shorter than this many tiles.
+    pub min_tiles: i32,
+    /// At most this x sqrt(prefix) pieces a request.
+    pub split_root: f32,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self { item_cost: 3, min_tiles: 2, split_root: 1.0 }
+    }
+}
+
+/// One launch. All pointers are device memory, laid out as `kernels/verify/params.h` says.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// Queries, bf16 \[rows\]\[heads\]\[576\], latent part first.
+    pub q: CUdeviceptr,
+    pub kv: &'a KvRows,
+    /// Outputs, bf16 \[rows\]\[heads\]\[512\].
+    pub out: CUdeviceptr,
+    /// Natural log-sum-exp, f32 \[rows\]\[heads\]; -inf where a row sees no key.
+    pub lse: CUdeviceptr,
+    /// i32 \[batch + 1\]: draft rows of request r are `qo_indptr[r] .. qo_indptr[r + 1]`.
+    pub qo_indptr: CUdeviceptr,
+    /// i32 \[batch + 1\]: its prefix is `kv_indptr[r] .. kv_indptr[r + 1]` in `kv_indices`.
+    pub kv_indptr: CUdeviceptr,
+    /// i32: slots of the prefixes.
+    pub kv_indices: CUdeviceptr,
+    /// i32 \[rows\]: slots of the draft rows.
+    pub draft_slots: CUdeviceptr,
+    /// u64 \[rows\]: bit j = row j of this request is me or my ancestor. Ancestors come before their descendants.
+    pub mask: CUdeviceptr,
+    /// Requests in this bucket; unused ones have no rows and no prefix.
+    pub batch: usize,
+    /// Draft rows in this bucket, padding included.
+    pub rows: usize,
+    /// Softmax scale, natural units.
+    pub scale: f32,
+}
+
+/// The tree kernel for one size of row tile.
+struct Tree {
+    fast: CudaFunction,
+    exact: CudaFunction,
+    /// Query rows a block.
+    rows: usize,
+    shared: u32,
+    /// Blocks that fill the card.
+    grid: u32,
+}
+
+/// Shared memory of the tree kernel by rows a block; `tests/kernel_machine_code.rs` holds it against the machine code.
+pub const TREE_SHARED: [(usize, u32); 3] = [(16, 83_968), (32, 89_088), (64, 100_352)];
+
+/// Loaded kernels and their scratch.
+pub struct Verify {
+    limits: Limits,
+    tuning: Tuning,
+    heads_log2: u32,
+    baseline: CudaFunction,
+    tree: Tree,
+    merge_wide: CudaFunction,
+    merge_narrow: CudaFunction,
+    partials: usize,
+    partial_o: CudaSlice<f32>,
+    partial_ml: CudaSlice<f32>,
+    pieces: CudaSlice<i32>,
+}
+
+impl Verify {
+    /// Loads the kernels for `limits` and allocates their scratch.
+    pub fn new(gpu: &Gpu, limits: Limits, tuning: Tuning) -> Result<Self, CudaError> {
+        check(&limits)?;
+        let rows_wanted = limits.rows_per_request * limits.heads;
+        let (rows, shared) = *TREE_SHARED.iter().find(|(rows, _)| *rows >= rows_wanted).unwrap_or(&TREE_SHARED[2]);
+        let (tree_module, merge_module) = (gpu.module("verify_tree")?, gpu.module("verify_merge")?);
+        let fast = gpu.function(&tree_module, &format!("verify_tree_{rows}_fast"), shared)?;
+        let exact = gpu.function(&tree_module, &format!("verify_tree_{rows}_exact"), shared)?;
+        let per_sm = fast
+            .occupancy_max_active_blocks_per_multiprocessor(TREE_THREADS, shared as usize, None)
+            .during("asking how many blocks fit")?;
+        let grid = gpu.sms * per_sm.max(1);
+        let tree = Tree { fast, exact, rows, shared, grid };
+        let partials = partials(&limits, &tree);
+        Ok(Self {
+            heads_log2: limits.heads.ilog2(),
+            baseline: gpu.function(&gpu.module("verify_baseline")?, "verify_baseline", 0)?,
+            merge_wide: gpu.function(&merge_module, "verify_merge_wide", 0)?,
+            merge_narrow: gpu.function(&merge_module, "verify_merge_narrow", 0)?,
+            // SAFETY: every element that the merge reads was written by the tree kernel before it.
+            partial_o: unsafe { gpu.stream.alloc(partials * tree.rows * 512) }.during("allocating partial outputs")?,
+            // SAFETY: as above.
+            partial_ml: unsafe { gpu.stream.alloc(partials * tree.rows * 4) }.during("allocating partial sums")?,
+            pieces: gpu.stream.alloc_zeros(limits.rows * 4).during("allocating the merge list")?,
+            limits,
+            tuning,
+            tree,
+            partials,
+        })
+    }
+
+    /// Bytes of scratch allocated.
+    pub fn scratch_bytes(&self) -> usize {
+        self.partials * self.tree.rows * (512 + 4) * 4 + self.limits.rows * 16
+    }
+
+    /// Query rows (draft rows x heads) a block works on.
+    pub fn tile_rows(&self) -> usize {
+        self.tree.rows
+    }
+
+    /// Enqueues one verify pass on the card's stream: one kernel for the baseline, two for the tree. Does not wait, copy or
+    /// allocate. Refuses a call beyond the limits.
+    ///
+    /// # Safety
+    /// The pointers of `call` must be valid for the shapes that its lengths on the device imply, until the work (or the last
+    /// replay of a graph that captured it) is done.
+    pub unsafe fn launch(&self, gpu: &Gpu, kernel: Kernel, numerics: Numerics, call: &Call<'_>) -> Result<(), CudaError> {
+        self.check_call(numerics, call)?;
+        let mut params = self.params(gpu, numerics, call);
+        let heads = self.limits.heads as u32;
+        let params_ptr = (&raw mut params).cast();
+        match kernel {
+            Kernel::Baseline => {
+                let grid = (call.rows as u32, heads.div_ceil(16), 1);
+                // SAFETY: the kernel takes one `VerifyParams`; the pointers in it are promised by the caller.
+                unsafe { gpu.launch(&self.baseline, grid, 128, 0, &mut [params_ptr]) }
+            }
+            Kernel::Tree => {
+                let function = if numerics == Numerics::Exact { &self.tree.exact } else { &self.tree.fast };
+                let (mut row_map, mut tile_map) = (call.kv.row_map, call.kv.tile_map);
+                let arguments = &mut [params_ptr, (&raw mut row_map).cast(), (&raw mut tile_map).cast()];
+                // SAFETY: the kernel takes one `VerifyParams` and two tensor maps.
+                unsafe { gpu.launch(function, (self.tree.grid, 1, 1), TREE_THREADS, self.tree.shared, arguments)? };
+                let mut tile_rows = self.tree.rows as i32;
+                let arguments = &mut [params_ptr, (&raw mut tile_rows).cast()];
+                let products = call.rows as u32 * heads;
+                let (merge, grid, threads) = if numerics == Numerics::Exact || products as usize <= WIDE_MERGE {
+                    (&self.merge_wide, (products, 4, 1), 512)
+                } else {
+                    (&self.merge_narrow, (products, 1, 1), 32)
+                };
+                // SAFETY: both merge kernels take one `VerifyParams` and one int.
+                unsafe { gpu.launch(merge, grid, threads, 0, arguments) }
+            }
+        }
+    }
+
+    fn params(&self, gpu: &Gpu, numerics: Numerics, call: &Call<'_>) -> VerifyParams {
+        VerifyParams {
+            q: call.q,
+            kv: call.kv.base,
+            out: call.out,
+            lse: call.lse,
+            qo_indptr: call.qo_indptr,
+            kv_indptr: call.kv_indptr,
+            kv_indices: call.kv_indices,
+            draft_slots: call.draft_slots,
+            mask: call.mask,
+            partial_o: self.partial_o.device_ptr(&gpu.stream).0,
+            partial_ml: self.partial_ml.device_ptr(&gpu.stream).0,
+            pieces: self.pieces.device_ptr(&gpu.stream).0,
+            batch: call.batch as i32,
+            rows: call.rows as i32,
+            slots: call.kv.slots as i32,
+            heads_log2: self.heads_log2 as i32,
+            scale_log2: call.scale * std::f32::consts::LOG2_E,
+            exact: (numerics == Numerics::Exact).into(),
+            item_cost: self.tuning.item_cost,
+            min_tiles: self.tuning.min_tiles,
+            split_root: self.tuning.split_root,
+            partials: self.partials as i32,
+        }
+    }
+
+    fn check_call(&self, numerics: Numerics, call: &Call<'_>) -> Result<(), CudaError> {
+        let over = |what, found: usize, most: usize| {
+            let wanted = format!("at most {most}, as allocated at start");
+            (found > most).then_some(CudaError::Limit { what, found: found as u64, wanted })
+        };
+        let fault = over("requests in a verify launch", call.batch, self.limits.batch)
+            .or_else(|| over("draft rows in a verify launch", call.rows, self.limits.rows))
+            .or_else(|| over("exact numerics", usize::from(numerics == Numerics::Exact), usize::from(self.limits.exact)));
+        fault.map_or(Ok(()), Err)
+    }
+}
+
+fn check(limits: &Limits) -> Result<(), CudaError> {
+    let between = |what, found: usize, low: usize, high: usize| {
+        let wanted = format!("{low} to {high}");
+        if (low..=high).contains(&found) { Ok(()) } else { Err(CudaError::Limit { what, found: found as u64, wanted }) }
+    };
+    between("requests", limits.batch, 1, MAX_BATCH)?;
+    between("draft rows of a request", limits.rows_per_request, 1, MAX_ROWS)?;
+    between("draft rows of all requests", limits.rows, limits.rows_per_request, MAX_BATCH * MAX_ROWS)?;
+    between("longest prefix", limits.prefix, 0, 1 << 24)?;
+    if !limits.heads.is_power_of_two() || !(4..=64).contains(&limits.heads) {
+        return Err(CudaError::Limit { what: "heads per rank", found: limits.heads as u64, wanted: "4, 8, 16, 32 or 64".into() });
+    }
+    const { assert!(TREE_SHARED[0].1 <= SHARED_LIMIT && TREE_SHARED[1].1 <= SHARED_LIMIT && TREE_SHARED[2].1 <= SHARED_LIMIT) };
+    Ok(())
+}
+
+/// Row tiles of partials that any launch within `limits` may write: `fast` has at most one piece a block and one more a stream,
+/// `exact` one for every split of every stream.
+fn partials(limits: &Limits, tree: &Tree) -> usize {
+    let row_tiles = limits.rows * limits.heads / tree.rows + limits.batch;
+    let fast = tree.grid as usize + row_tiles;
+    if limits.exact { fast.max(row_tiles * exact_splits(limits.prefix + limits.rows_per_request)) } else { fast }
+}
+
+/// Splits of a row at position `tokens - 1`: 128 tokens each up to 8192, then 32 an octave. Mirror of `split_of` in schedule.cuh.
+pub fn exact_splits(tokens: usize) -> usize {
+    const BASE: usize = 512;
+    let tile = tokens.saturating_sub(1) / TILE;
+    if tile < BASE {
+        return tile / 8 + 1;
+    }
+    let octave = tile.ilog2() as usize - 9;
+    64 + 32 * octave + (tile - (BASE << octave)) / ((BASE / 32) << octave) + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { batch: 8, rows: 128, rows_per_request: 16, heads: 8, prefix: 4096, exact: true };
+
+    #[test]
+    fn splits_cover_positions_in_order_and_grow_by_octave() {
+        assert_eq!(exact_splits(1), 1);
+        assert_eq!(exact_splits(128), 1);
+        assert_eq!(exact_splits(129), 2);
+        assert_eq!(exact_splits(8192), 64);
+        assert_eq!(exact_splits(8193), 65);
+        assert_eq!(exact_splits(16384), 96);
+        assert_eq!(exact_splits(262144), 224);
+        assert!((1..300_000).step_by(16).is_sorted_by_key(exact_splits));
+    }
+
+    #[test]
+    fn limits_outside_what_the_kernels_take_are_refused_by_name() {
+        assert!(check(&LIMITS).is_ok());
+        for (bad, word) in [
+            (Limits { batch: 129, ..LIMITS }, "requests: found 129"),
+            (Limits { rows_per_request: 65, ..LIMITS }, "draft rows of a request: found 65"),
+            (Limits { heads: 12, ..LIMITS }, "heads per rank: found 12, wanted 4, 8, 16, 32 or 64"),
+            (Limits { heads: 2, ..LIMITS }, "heads per rank: found 2"),
+            (Limits { rows: 8, ..LIMITS }, "draft rows of all requests: found 8"),
+        ] {
+            assert!(check(&bad).unwrap_err().to_string().contains(word), "{word}");
+        }
+    }
+}
