@@ -180,12 +180,12 @@ impl Active {
         (released.text, full.then_some(End::Finished(FinishReason::Length, None)))
     }
 
-    /// The terminal event; consumes the request and gives its slots back to the caller.
-    pub fn end(mut self, end: End) -> (Lease, Event) {
+    /// The terminal event, and the two things the engine does with it: give the slots back, then send it.
+    pub fn end(mut self, end: End) -> (Lease, Terminal) {
         self.timing.decode = self.decoding_since.map_or(Duration::ZERO, |since| since.elapsed());
-        let event = match end {
-            End::Failed(failure) => Event::Failed(failure),
-            End::Finished(reason, stop_match) => Event::Finished(Finished {
+        let result = match end {
+            End::Failed(failure) => Err(failure),
+            End::Finished(reason, stop_match) => Ok(Finished {
                 reason,
                 stop_match,
                 prompt_tokens: self.prompt.len() as u32,
@@ -195,13 +195,23 @@ impl Active {
                 timing: self.timing,
             }),
         };
-        // The receiver may be gone; then nobody waits for the event.
-        let told = match &event {
-            Event::Failed(failure) => Event::Failed(failure.clone()),
-            Event::Finished(finished) => Event::Finished(finished.clone()),
-            _ => unreachable!("only terminal events are made above"),
+        (self.lease, Terminal { result, events: self.submission.events })
+    }
+}
+
+/// A terminal event on its way.
+pub struct Terminal {
+    pub result: Result<Finished, Failure>,
+    events: tokio::sync::mpsc::UnboundedSender<Event>,
+}
+
+impl Terminal {
+    /// The receiver may be gone; then nobody waits for it.
+    pub fn send(self) {
+        let event = match self.result {
+            Ok(finished) => Event::Finished(finished),
+            Err(failure) => Event::Failed(failure),
         };
-        let _ = self.submission.events.send(event);
-        (self.lease, told)
+        let _ = self.events.send(event);
     }
 }

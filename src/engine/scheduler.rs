@@ -404,14 +404,13 @@ impl<D: Device> Engine<D> {
         }
     }
 
-    /// Ends a request: terminal event, slots back, device told.
+    /// Ends a request: slots back, device told, terminal event.
     fn close(&mut self, request: usize, end: End) {
         let Some(active) = self.active[request].take() else { return };
-        let (lease, event) = active.end(end);
-        match &event {
-            Event::Finished(finished) => self.setup.observer.finished(finished),
-            Event::Failed(failure) => self.setup.observer.failed(failure),
-            _ => {}
+        let (lease, terminal) = active.end(end);
+        match &terminal.result {
+            Ok(finished) => self.setup.observer.finished(finished),
+            Err(failure) => self.setup.observer.failed(failure),
         }
         self.slots.give_back(lease);
         // A device that cannot forget a request has failed; the next command reports it.
@@ -419,6 +418,8 @@ impl<D: Device> Engine<D> {
             tracing::error!(%error, "a request could not be retired");
         }
         self.report_load();
+        // Last, so that whoever has seen the end also sees the slots free.
+        terminal.send();
     }
 
     fn report_load(&self) {
