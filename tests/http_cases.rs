@@ -89,7 +89,12 @@ fn all_cases_have_the_expected_outcome() {
             left.push(case.id.as_str());
             continue;
         }
-        match run(case, &start, &mut server) {
+        let begun = std::time::Instant::now();
+        let outcome = run(case, &start, &mut server);
+        if begun.elapsed().as_secs() >= 5 {
+            eprintln!("{} took {:.1} s", case.id, begun.elapsed().as_secs_f64());
+        }
+        match outcome {
             Ok(()) => passed += 1,
             Err(why) => {
                 eprintln!("{} FAILED: {why}", case.id);
