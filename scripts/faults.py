@@ -278,6 +278,10 @@ with Server(engine="max_model_len = 8192") as server:
     @outcome("one reader at 1 byte/s beside ten fast ones")
     def _():
         alone = json.loads(server.post(long(300))[1])["choices"][0]["message"]["content"]
+        fast = lambda _: events(read_all(server.open_stream(long(300))))
+        with ThreadPoolExecutor(11) as pool:
+            # Once without the slow one, so that what eleven requests need is there before memory is measured.
+            list(pool.map(fast, range(11)))
         slow = server.open_stream(long(3000))
         stop = threading.Event()
 
@@ -290,13 +294,13 @@ with Server(engine="max_model_len = 8192") as server:
         dripping.start()
         before = server.memory()
         with ThreadPoolExecutor(10) as pool:
-            answers = list(pool.map(lambda _: events(read_all(server.open_stream(long(300)))), range(10)))
-        assert all(ends_well(answer) and said(answer) == alone for answer in answers), "a fast reader's answer is wrong"
+            answers = list(pool.map(fast, range(10)))
         grown = server.memory() - before
-        assert grown < 32 << 20, f"memory grew by {grown >> 20} MiB"
         stop.set()
         dripping.join()
         slow.close()
+        assert all(ends_well(answer) and said(answer) == alone for answer in answers), "a fast reader's answer is wrong"
+        assert grown < 16 << 20, f"memory grew by {grown >> 20} MiB"
         server.alive()
 
     @outcome(f"memory over {MIXED} mixed requests")
@@ -395,7 +399,8 @@ with Server(KDTREE_FAULT="engine-panic=60") as server:
         streams = [pool.submit(lambda: events(read_all(server.open_stream(long(5000, speculation="off"))))) for _ in range(4)]
         found = [stream.result() for stream in streams]
         died = time.time()
-        assert server.get("/health")[0] == 503 and time.time() - died < 1
+        while server.get("/health")[0] != 503:
+            assert time.time() - died < 1, "health was not red within a second"
         assert all(ends_with_error(stream) for stream in found), "a stream ended without an error event"
         assert server.process.wait(10) != 0, server.process.returncode
 
