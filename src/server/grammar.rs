@@ -9,7 +9,7 @@ mod answer;
 use std::sync::{Arc, OnceLock};
 
 use llguidance::api::TopLevelGrammar;
-use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
@@ -54,7 +54,7 @@ impl Grammars {
         let trie = TokTrie::from(&TokRxInfo::new(self.vocab_size as u32, self.end), &words);
         // Which tokens spell a forced text is left to the model: masks then depend on nothing but the text so far.
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie.clone()));
-        let mut parsers = ParserFactory::new(&env, InferenceCapabilities::default(), &[]).map_err(|error| error.to_string())?;
+        let mut parsers = ParserFactory::new_simple(&env).map_err(|error| error.to_string())?;
         parsers.quiet();
         parsers.limits_mut().verbose_errors = false;
         Ok(Factory { parsers, trie: Arc::new(trie) })

@@ -105,8 +105,9 @@ async fn drain(
     end: &mut EndSignals,
 ) -> anyhow::Result<Ended> {
     if let Health::Loading(_) = app.engine.health() {
+        // Nothing was accepted yet, and nobody may wait for a load of minutes.
         app.engine.stop();
-        return Ok(Ended::Drained);
+        return Ok(Ended::Stopped);
     }
     app.engine.drain();
     let (running, waiting) = (app.engine.running(), app.engine.waiting());

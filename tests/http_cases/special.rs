@@ -225,7 +225,8 @@ fn never_falls(text: &str, last: &mut HashMap<String, f64>) -> Verdict {
 
 /// Counters advance while a stream runs, and gauges agree with it.
 fn advancing(server: &Binary, request: &Request) -> Result<Vec<Answer>, String> {
-    let stream = Request::post("/v1/chat/completions", &primes(json!({"stream": true, "ignore_eos": true, "max_tokens": 400})));
+    let body = primes(json!({"stream": true, "ignore_eos": true, "max_tokens": 400, "speculation": "tree:8"}));
+    let stream = Request::post("/v1/chat/completions", &body);
     let (address, ended) = (server.address, AtomicBool::new(false));
     let names = ["vllm:generation_tokens_total", "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total"];
     let seen = std::thread::scope(|scope| {
