@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use anyhow::Context;
 use comfy_table::Table;
 
-use super::generate::start_logging;
+use super::logging::start_logging;
 use crate::bench::round::{self, Report};
 use crate::config::{LogConfig, Overrides};
 use crate::engine::contract::Observer;

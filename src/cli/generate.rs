@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use serde_json::json;
 
+use super::logging::start_logging;
 use crate::config::{LogConfig, Overrides};
 use crate::engine::contract::{Event, FinishReason, Observer, Request, Sampling, Stop};
 use crate::engine::handle::Health;
@@ -129,20 +130,4 @@ fn prompt_ids(args: &Args, prepared: &Prepared, source: &crate::model::source::M
     let conversation = Conversation::parse(&json!([{"role": "user", "content": text}]), None)?;
     let options = ChatOptions { thinking: args.thinking, ..ChatOptions::default() };
     Ok(template.render(&conversation, &options)?.ids)
-}
-
-/// Log lines on standard error.
-pub fn start_logging(config: &LogConfig) -> anyhow::Result<()> {
-    let filter = std::env::var("RUST_LOG").unwrap_or_else(|_| config.filter.clone());
-    let filter = tracing_subscriber::EnvFilter::try_new(&filter).with_context(|| format!("log filter {filter:?}"))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // The service manager's journal stamps lines itself and shows no colours.
-    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
-    let builder = builder.with_ansi(std::io::stderr().is_terminal());
-    let started = match (config.json, journal) {
-        (true, _) => builder.json().try_init(),
-        (false, true) => builder.without_time().try_init(),
-        (false, false) => builder.try_init(),
-    };
-    started.map_err(|error| anyhow::anyhow!("starting the log: {error}"))
 }

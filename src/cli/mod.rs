@@ -6,7 +6,9 @@ pub mod bench_serve;
 pub mod check;
 pub mod config;
 pub mod doctor;
+pub mod gate;
 pub mod generate;
+pub mod logging;
 pub mod serve;
 pub mod wait;
 
@@ -28,6 +30,8 @@ pub enum Command {
     Serve(serve::Args),
     /// Generate text on this terminal
     Generate(generate::Args),
+    /// Compare the custom verify kernel with the baseline, token for token, and write a certificate
+    Gate(gate::Args),
     /// Check a checkpoint by its headers: tensors, bytes per part and rank, KV tokens that fit
     Check(check::Args),
     /// Print the effective configuration with comments, or check a file
@@ -56,6 +60,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Serve(args) => serve::run(args),
         Command::Generate(args) => generate::run(&args),
+        Command::Gate(args) => gate::run(&args),
         Command::Check(args) => check::run(args),
         Command::Config(args) => config::run(&args),
         Command::Wait(args) => wait::run(&args).map(|()| ExitCode::SUCCESS),

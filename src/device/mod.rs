@@ -8,6 +8,7 @@
 pub mod cpu;
 pub mod cuda;
 pub mod host;
+pub mod identity;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::model::tensor::Matrix;

@@ -54,6 +54,14 @@ impl Shared {
         }
     }
 
+    /// How far a start has come. Says nothing once loading is over, or a drain has begun.
+    pub fn loading(&self, what: String) {
+        let mut now = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(*now, Health::Loading(_)) {
+            *now = Health::Loading(what);
+        }
+    }
+
     pub fn health(&self) -> Health {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

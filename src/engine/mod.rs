@@ -5,6 +5,7 @@ pub mod contract;
 pub mod driver;
 pub mod executor;
 pub mod handle;
+mod loading;
 pub mod options;
 pub mod scheduler;
 pub mod start;

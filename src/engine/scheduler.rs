@@ -44,7 +44,8 @@ pub struct Engine<D: Device> {
     slots: Slots,
     waiting: VecDeque<Submission>,
     active: Vec<Option<Active>>,
-    cost: CostModel,
+    /// By verify mode: both kernels together cost more than either, and the gate runs them just before requests come.
+    cost: [CostModel; 3],
     /// Acceptance of all requests lately: where a new one starts.
     auto: AutoBudget,
     /// Worst differences per layer since they were last taken.
@@ -57,7 +58,7 @@ impl<D: Device> Engine<D> {
             slots: Slots::new(setup.limits.slots),
             waiting: VecDeque::new(),
             active: (0..setup.limits.requests).map(|_| None).collect(),
-            cost: CostModel::new(setup.prior),
+            cost: [(); 3].map(|()| CostModel::new(setup.prior)),
             auto: AutoBudget::new(setup.limits.block, MAX_ROWS),
             validated: Vec::new(),
             ranks,
@@ -82,9 +83,14 @@ impl<D: Device> Engine<D> {
         self.inbox.shared.beat();
     }
 
-    /// Forgets what earlier requests accepted; warm-up's text says nothing about users'.
+    /// Forgets what earlier requests accepted; the text of warm-up and gate says nothing about users'.
     pub fn forget_acceptance(&mut self) {
         self.auto = AutoBudget::new(self.setup.limits.block, MAX_ROWS);
+    }
+
+    /// How far the start has come.
+    pub fn say(&self, what: String) {
+        self.inbox.shared.loading(what);
     }
 
     pub fn take_validation(&mut self) -> Vec<LayerDiff> {
@@ -316,7 +322,7 @@ impl<D: Device> Engine<D> {
         for request in running {
             let Some(active) = self.active[request].as_mut() else { continue };
             let chosen = match active.budget {
-                Budget::Auto => active.auto.choose(&self.cost, context, load),
+                Budget::Auto => active.auto.choose(&self.cost[self.setup.verify as usize], context, load),
                 fixed => fixed,
             };
             // Without a drafter, or with one token to go, there is nothing to draft.
@@ -361,7 +367,7 @@ impl<D: Device> Engine<D> {
     fn learn(&mut self, shares: &[Share], outcomes: &[Outcome], took: Duration) {
         let rows = outcomes.iter().filter_map(|outcome| outcome.tree.as_ref()).map(|tree| tree.rows).sum();
         let context = shares.iter().filter_map(|share| self.active[share.request].as_ref()).map(Active::context).sum();
-        self.cost.observe(rows, context, took.as_secs_f64() * 1e6);
+        self.cost[self.setup.verify as usize].observe(rows, context, took.as_secs_f64() * 1e6);
         for (share, outcome) in shares.iter().zip(outcomes) {
             let (Some(active), Some(tree)) = (self.active[share.request].as_mut(), &outcome.tree) else { continue };
             active.auto.observe(active.chosen, share.rows, tree, &outcome.path);

@@ -8,6 +8,7 @@ use super::contract::{ModelInfo, Observer};
 use super::driver::{Driver, warm_up};
 use super::executor::Executor;
 use super::handle::{EngineHandle, Health, Inbox, Shared};
+use super::loading::Told;
 use super::options::{DeviceKind, EngineOptions, VERIFY_ROWS, slots_of_request};
 use super::scheduler::{Engine, Setup};
 use crate::device::cpu::CpuDevice;
@@ -104,16 +105,17 @@ impl Prepared {
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             let shared = inbox.shared.clone();
             let _alive = DeathNotice(shared.clone());
-            let result = self.work(inbox, observer, progress.as_ref(), before_ready);
+            let progress = Arc::new(Told::new(progress, shared.clone()));
+            let result = self.work(inbox, observer, progress, before_ready);
             shared.set_health(Health::Dead(result.as_ref().err().map_or("the engine has stopped".into(), ToString::to_string)));
             result
         });
         (handle, thread.expect("the operating system gives one thread"))
     }
 
-    fn work(self, inbox: Inbox, observer: Arc<dyn Observer>, progress: &dyn Progress, before_ready: BeforeReady) -> Result<(), StartError> {
+    fn work(self, inbox: Inbox, observer: Arc<dyn Observer>, progress: Arc<Told>, before_ready: BeforeReady) -> Result<(), StartError> {
         let shared = inbox.shared.clone();
-        shared.set_health(Health::Loading("loading the model".into()));
+        shared.loading("loading the model".into());
         if let Some(milliseconds) = planted(Fault::SlowLoad) {
             std::thread::sleep(std::time::Duration::from_millis(milliseconds));
         }
@@ -123,7 +125,7 @@ impl Prepared {
         };
         let per_rank = (threads / self.options.ranks).max(1);
         let _pool = pool(per_rank)?;
-        self.checkpoint.scan_values(progress)?;
+        self.checkpoint.scan_values(progress.as_ref())?;
         if let Some(drafter) = &self.draft_checkpoint {
             drafter.scan_values(&Silent)?;
         }
@@ -131,7 +133,7 @@ impl Prepared {
             DeviceKind::Auto | DeviceKind::Cpu => {}
             DeviceKind::Cuda => return Err(StartError::Options("device cuda: this binary serves on the CPU only".into())),
         }
-        let ranks = self.cpu_ranks(per_rank)?;
+        let ranks = self.cpu_ranks(per_rank, progress)?;
         self.serve(ranks, inbox, observer, before_ready)
     }
 
@@ -153,18 +155,19 @@ impl Prepared {
             verify: self.options.verify,
         };
         let mut engine = Engine::new(ranks, setup, inbox);
-        shared.set_health(Health::Loading("warming up".into()));
+        shared.loading("warming up".into());
         let took = warm_up(&mut engine)?;
         tracing::info!(milliseconds = took.as_millis() as u64, "warm");
         engine.forget_acceptance();
         before_ready(&mut engine).map_err(StartError::Options)?;
+        engine.forget_acceptance();
         shared.set_health(Health::Ready);
         engine.run()?;
         Ok(())
     }
 
     /// Every rank of the CPU device; rank 0 on this thread.
-    fn cpu_ranks(&self, threads: usize) -> Result<Ranks<CpuDevice>, DeviceError> {
+    fn cpu_ranks(&self, threads: usize, progress: Arc<Told>) -> Result<Ranks<CpuDevice>, DeviceError> {
         let size = self.options.ranks;
         let mut ends: Vec<Option<Collective>> =
             if size == 1 { vec![None] } else { Collective::group(size).into_iter().map(Some).collect() };
@@ -176,7 +179,9 @@ impl Prepared {
             let mut device = CpuDevice::new(verify, end);
             device.plant(planted_kernel_fault());
             let rank = Rank { index, size };
-            load_rank(device, &config, draft.as_ref(), &checkpoint, draft_checkpoint.as_deref(), &limits, rank)
+            // All ranks load at the same pace: one of them tells.
+            let progress: &dyn Progress = if index == 0 { progress.as_ref() } else { &Silent };
+            load_rank(device, &config, draft.as_ref(), &checkpoint, draft_checkpoint.as_deref(), &limits, rank, progress)
         };
         Ranks::start(size, threads, Arc::new(build))
     }
@@ -200,6 +205,7 @@ impl Drop for DeathNotice {
 }
 
 /// Target and drafter of one rank on its device.
+#[allow(clippy::too_many_arguments)]
 fn load_rank<D: Device>(
     mut device: D,
     config: &TargetConfig,
@@ -208,12 +214,13 @@ fn load_rank<D: Device>(
     draft_checkpoint: Option<&Checkpoint>,
     limits: &Limits,
     rank: Rank,
+    progress: &dyn Progress,
 ) -> Result<Executor<D>, DeviceError> {
     // Draft rows stand up to a block beyond the context limit.
     let positions = slots_of_request(limits.context);
     device.set_rope(rope_table(&config.rope, positions), draft.map(|draft| rope_table(&draft.rope, positions)))?;
     let taps = draft.map_or(&[][..], |draft| &draft.taps);
-    let target = Target::load(&device, checkpoint, config, taps, rank, limits, &Silent)?;
+    let target = Target::load(&device, checkpoint, config, taps, rank, limits, progress)?;
     let drafter = match (draft, draft_checkpoint) {
         (Some(draft), Some(checkpoint)) => Some(Drafter::load(&device, checkpoint, draft, rank, limits)?),
         _ => None,

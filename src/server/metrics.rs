@@ -79,6 +79,7 @@ pub struct ServerMetrics {
     accepted_depth: Histogram,
     budget_rows: Histogram,
     verify_mode: [Gauge; 3],
+    gate_passed: Gauge,
     verify_max_abs: Gauge,
     verify_max_ulp: Gauge,
     verify_min_cosine: Gauge,
@@ -211,6 +212,7 @@ impl ServerMetrics {
             accepted_depth: r.histogram("kdtree:accepted_depth", "Drafted tokens accepted in one round of one request."),
             budget_rows: r.histogram("kdtree:budget_rows", "Rows chosen for one request in one round."),
             verify_mode: ["off", "validate", "on"].map(mode),
+            gate_passed: r.gauge("kdtree:gate_passed", "1 = the rollout gate passed for what is served; 0 = it failed or did not run."),
             verify_max_abs: r.gauge("kdtree:verify_max_abs_diff", "Mode validate: largest difference of the last round, over layers."),
             verify_max_ulp: r.gauge("kdtree:verify_max_ulp", "Mode validate: largest difference in units of bf16's last place."),
             verify_min_cosine: r.gauge("kdtree:verify_min_cosine", "Mode validate: smallest cosine over layers."),
@@ -230,6 +232,11 @@ impl ServerMetrics {
         for (gauge, name) in self.verify_mode.iter().zip(["off", "validate", "on"]) {
             gauge.set(if name == mode { 1.0 } else { 0.0 });
         }
+    }
+
+    /// Whether the gate let the custom kernel serve.
+    pub fn set_gate_passed(&self, passed: bool) {
+        self.gate_passed.set(if passed { 1.0 } else { 0.0 });
     }
 
     /// The text of `/metrics`.

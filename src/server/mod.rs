@@ -23,6 +23,7 @@ mod routes;
 mod sse;
 mod stall;
 mod state;
+pub mod systemd;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -47,7 +48,7 @@ pub struct Parts {
     pub chat: Arc<ChatTemplate>,
     /// The same object the engine was given as its observer.
     pub metrics: Arc<ServerMetrics>,
-    /// Set once the gate has passed; `/gate` and the page show it.
+    /// Set once the gate has decided; `/gate` and the page show it.
     pub certificate: Arc<OnceLock<Value>>,
 }
 
@@ -104,6 +105,7 @@ async fn drain(
     graceful: GracefulShutdown,
     end: &mut EndSignals,
 ) -> anyhow::Result<Ended> {
+    systemd::stopping();
     if let Health::Loading(_) = app.engine.health() {
         // Nothing was accepted yet, and nobody may wait for a load of minutes.
         app.engine.stop();
@@ -150,11 +152,24 @@ async fn housekeeping(app: &App, hangup: &mut Signal) {
     loop {
         tokio::select! {
             _ = upkeep.tick() => app.metrics.upkeep(),
-            _ = hangup.recv() => match app.keys.reload() {
-                Ok(count) => tracing::info!(count, "API keys read again"),
-                Err(error) => tracing::error!(error = format!("{error:#}"), "API keys not reloaded; the old ones stay in force"),
-            },
+            _ = hangup.recv() => reload(app),
         }
+    }
+}
+
+/// Reads the keys again.
+fn reload(app: &App) {
+    // Before the first READY a second one would be false.
+    let told = app.engine.health() == Health::Ready;
+    if told {
+        systemd::reloading();
+    }
+    match app.keys.reload() {
+        Ok(count) => tracing::info!(count, "API keys read again"),
+        Err(error) => tracing::error!(error = format!("{error:#}"), "API keys not reloaded; the old ones stay in force"),
+    }
+    if told {
+        systemd::reloaded();
     }
 }
 
