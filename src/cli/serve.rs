@@ -53,6 +53,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let chat = Arc::new(template?);
     let bound = Bound::bind(&config.server)?;
     let metrics = Arc::new(ServerMetrics::new(&prepared.info.name));
+    metrics.set_verify_mode(&config.engine.verify.to_string());
     let certificate = Arc::new(OnceLock::new());
     let (engine, thread) = prepared.start(metrics.clone(), progress::for_this_process(), Box::new(|_| Ok(())));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().context("starting the runtime")?;
