@@ -280,9 +280,11 @@ with Server(engine="max_model_len = 8192") as server:
         alone = json.loads(server.post(long(300))[1])["choices"][0]["message"]["content"]
         fast = lambda _: events(read_all(server.open_stream(long(300))))
         with ThreadPoolExecutor(11) as pool:
-            # Once without the slow one, so that what eleven requests need is there before memory is measured.
-            list(pool.map(fast, range(11)))
-        slow = server.open_stream(long(3000))
+            # Once with a fast reader in the slow one's place, so that what the requests need is there before memory is measured.
+            big = pool.submit(lambda: read_all(server.open_stream(long(1500))))
+            list(pool.map(fast, range(10)))
+            big.result()
+        slow = server.open_stream(long(1500))
         stop = threading.Event()
 
         def drip():

@@ -313,7 +313,8 @@ pub fn drained(case: &Case, start: &Start) -> Verdict {
     let address = server.address;
     let (stream, refused, health) = std::thread::scope(|scope| {
         let running = scope.spawn(|| exchange(address, &stream, Leave::Never).unwrap());
-        while server.metric("vllm:generation_tokens_total") < 20.0 {
+        let before = server.metric("vllm:generation_tokens_total");
+        while server.metric("vllm:num_requests_running") == 0.0 || server.metric("vllm:generation_tokens_total") < before + 5.0 {
             std::thread::sleep(Duration::from_millis(10));
         }
         server.signal(libc::SIGTERM);

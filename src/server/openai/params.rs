@@ -122,17 +122,13 @@ fn sampling(fields: Fields, vocab_size: usize) -> Result<Sampling, ApiError> {
     if top_p == 0.0 {
         return Err(ApiError::invalid("top_p", "top_p = 0 keeps no token: wanted more than 0 and at most 1 (temperature 0 is greedy)."));
     }
-    let repetition_penalty = number("repetition_penalty", 0.0..=100.0, 1.0)?;
-    if repetition_penalty == 0.0 {
-        return Err(ApiError::invalid(
-            "repetition_penalty",
-            "repetition_penalty = 0 would divide by zero: wanted more than 0 and at most 100.",
-        ));
-    }
+    // Smaller ones would divide a logit into infinity.
+    let repetition_penalty = number("repetition_penalty", 0.01..=100.0, 1.0)?;
     let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?.unwrap_or(0);
     Ok(Sampling {
         temperature: temperature(number("temperature", 0.0..=100.0, 1.0)?),
-        top_p: top_p as f32,
+        // The smallest share still keeps the best token.
+        top_p: (top_p as f32).max(f32::MIN_POSITIVE),
         // Keeping as many as there are is keeping all.
         top_k: if top_k <= 0 || top_k >= vocab_size as i64 { 0 } else { top_k as u32 },
         min_p: number("min_p", 0.0..=1.0, 0.0)? as f32,
@@ -276,10 +272,10 @@ mod tests {
     fn border_values_are_accepted_and_what_is_beyond_is_refused_by_name() {
         for (field, good, bad) in [
             ("temperature", vec![json!(0), json!(2), json!(5e-324)], vec![json!(-1), json!(999_999), json!("hot")]),
-            ("top_p", vec![json!(1.0), json!(0.01)], vec![json!(-1), json!(0), json!(1.5)]),
+            ("top_p", vec![json!(1.0), json!(0.01), json!(1e-300)], vec![json!(-1), json!(0), json!(1.5)]),
             ("min_p", vec![json!(0), json!(1.0)], vec![json!(-0.1), json!(1.5)]),
             ("top_k", vec![json!(-1), json!(0), json!(4096), json!(9_999_999)], vec![json!(-2), json!(1.5)]),
-            ("repetition_penalty", vec![json!(1.0), json!(0.5)], vec![json!(0), json!(-1)]),
+            ("repetition_penalty", vec![json!(1.0), json!(0.01)], vec![json!(0), json!(-1), json!(1e-40)]),
             ("n", vec![json!(1), json!(128)], vec![json!(0), json!(-1), json!(100_000)]),
             ("stop", vec![json!([]), json!("x"), json!(["a", "b", "c", "d", "e"])], vec![json!(""), json!([""]), json!(7), json!([7])]),
             ("seed", vec![json!(0), json!(u64::MAX)], vec![json!(-1), json!(1.5)]),
