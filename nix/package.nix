@@ -54,7 +54,7 @@ rustPlatform.buildRustPackage ({
   meta = {
     description = manifest.package.description;
     homepage = manifest.package.repository;
-    license = with lib.licenses; [ mit asl20 ];
+    license = lib.licenses.mit;
     mainProgram = "kdtree";
     platforms = [ "x86_64-linux" ];
   };

@@ -36,16 +36,24 @@ let
     export RUSTFLAGS="--remap-path-prefix=$PWD=/build --remap-path-prefix=${tools.cargoHome}=/cargo" CARGO_INCREMENTAL=0
   '';
 
-  # The dependencies alone, compiled once for every package with the same manifest and lock file.
+  # A value as TOML, tables inline.
+  inlineToml = v:
+    if lib.isAttrs v then "{ ${lib.concatStringsSep ", " (lib.mapAttrsToList (k: x: "${builtins.toJSON k} = ${inlineToml x}") v)} }"
+    else if lib.isList v then "[ ${lib.concatMapStringsSep ", " inlineToml v} ]"
+    else builtins.toJSON v;
+
+  # The dependencies alone, compiled once for every package with the same dependencies; nothing else of the manifest counts.
   cargoDependencies = lockFile:
     let
-      manifest = builtins.readFile (dirOf lockFile + "/Cargo.toml");
-      stubs = map (b: "benches/${b.name}.rs") ((builtins.fromTOML manifest).bench or [ ]) ++ [ "src/main.rs" "build.rs" ];
+      whole = builtins.fromTOML (builtins.readFile (dirOf lockFile + "/Cargo.toml"));
+      kept = lib.filterAttrs (k: _: lib.elem k [ "features" "dependencies" "dev-dependencies" "build-dependencies" "profile" ]) whole
+        // { package = { inherit (whole.package) name version edition; build = "build.rs"; }; };
+      manifest = lib.concatStringsSep "\n" (lib.mapAttrsToList (k: v: "${k} = ${inlineToml v}") kept) + "\n";
     in
     runCommand "cargo-dependencies"
       { inherit manifest; lock = builtins.readFile lockFile; passAsFile = [ "manifest" "lock" ]; } ''
-      mkdir -p work/src work/benches; cd work; cp "$manifestPath" Cargo.toml; cp "$lockPath" Cargo.lock
-      ${lib.concatMapStrings (f: "echo 'fn main() {}' > ${f}\n") stubs} : > src/lib.rs
+      mkdir -p work/src; cd work; cp "$manifestPath" Cargo.toml; cp "$lockPath" Cargo.lock
+      for f in src/main.rs build.rs; do echo 'fn main() {}' > $f; done; : > src/lib.rs
       ${cargoEnv}
       cargo build --release --locked --offline
       # The crate's own stub must not be taken for the real one.
