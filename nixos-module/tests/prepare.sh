@@ -39,16 +39,20 @@ prepare_nix() {
   done
   lib=$prefix/usr/lib/x86_64-linux-gnu
   patchelf --force-rpath --set-rpath "$lib" --set-interpreter "$prefix/usr/lib64/ld-linux-x86-64.so.2" "$prefix/usr/bin/nix"
-  mkdir -p "$prefix/bin" "$prefix/etc/nix"
-  printf '%s\n' 'experimental-features = nix-command flakes' 'build-users-group =' 'substituters =' 'flake-registry =' 'warn-dirty = false' \
-    'sandbox = true' 'sandbox-fallback = false' "sandbox-paths = $(sandbox_paths)" > "$prefix/etc/nix/nix.conf"
+  mkdir -p "$prefix/bin"
   printf '#!/bin/sh\nexport NIX_CONF_DIR=%s/etc/nix\nexec %s/usr/bin/nix "$@"\n' "$prefix" "$prefix" > "$NIX"
   chmod +x "$NIX"; rm -rf "$work"
 }
 
+configure_nix() {
+  mkdir -p "$APPLIANCE/nix/etc/nix" "$APPLIANCE/tools/bin"
+  printf '%s\n' 'experimental-features = nix-command flakes' 'build-users-group =' 'substituters =' 'flake-registry =' 'warn-dirty = false' \
+    'sandbox = true' 'sandbox-fallback = false' "sandbox-paths = $(sandbox_paths)" > "$APPLIANCE/nix/etc/nix/nix.conf"
+}
+
 # What builds of the stand-in see of the host: its tools, cargo's caches, and the CUDA compiler where there is one.
 sandbox_paths() {
-  local path paths=(/bin /usr /lib /lib64 /etc/alternatives "$(cargo_home)" "$(rustup_home)")
+  local path paths=(/bin /usr /lib /lib64 /etc/alternatives "$(cargo_home)" "$(rustup_home)" "$APPLIANCE/tools")
   [ -n "$(cuda_bin)" ] && paths+=("$(dirname "$(cuda_bin)")" )
   for path in "${paths[@]}"; do [ -e "$path" ] && printf '%s ' "$path"; done
 }
@@ -84,6 +88,7 @@ nix_() { "$NIX" "$@" --offline --no-write-lock-file --override-input nixpkgs "pa
 
 need patchelf:patchelf jq:jq curl:curl unshare:util-linux
 prepare_nix
+configure_nix
 prepare_stand_in
 # Dependencies are in cargo's cache before the network is gone.
 (cd "$ROOT" && cargo fetch --locked --quiet)
