@@ -52,6 +52,22 @@ ready_only_after_the_gate() {
   ok "metrics are there" test -n "$(metric 'vllm:generation_tokens_total')"
 }
 
+# An unknown key is only a warning, with status 0: anything said is a failure.
+verified() { local said; said=$(systemd-analyze verify --man=no "$@" 2>&1) && [ -z "$said" ] || { echo "$said"; return 1; }; }
+exposed() { systemd-analyze security --no-pager --offline=true --threshold=30 "$1" > /tmp/exposure 2>&1; }
+
+units_are_clean() {
+  local dir
+  ok "systemd-analyze verify says nothing" verified /etc/systemd/system/kdtree.service "$MACHINES"/mute/units/kdtree-*.{service,timer}
+  for dir in first busy cards; do
+    ok "exposure of kdtree.service ($dir) is at most 3.0" exposed "$MACHINES/$dir/units/kdtree.service"; tail -1 /tmp/exposure
+  done
+  sed 's/^WatchdogSec/WatchdogSecs/' /etc/systemd/system/kdtree.service > /tmp/kdtree.service
+  ok "a misspelt key is noticed" no verified /tmp/kdtree.service
+  sed '/^Protect/d; /^SystemCallFilter/d; /^Restrict/d' /etc/systemd/system/kdtree.service > /tmp/kdtree.service
+  ok "an opened sandbox is noticed" no exposed /tmp/kdtree.service
+}
+
 dashboards_name_existing_metrics() {
   local name missing=''
   curl -s $URL/metrics > /tmp/metrics
@@ -205,7 +221,7 @@ warmup_prompts_are_completed() {
   ok "both prompts, two tokens each" log_says 'healthy: 4 tokens'
 }
 
-ALL="ready_only_after_the_gate dashboards_name_existing_metrics keys unchanged_restart_skips_the_gate killed_is_restarted stop_drains
+ALL="ready_only_after_the_gate units_are_clean dashboards_name_existing_metrics keys unchanged_restart_skips_the_gate killed_is_restarted stop_drains
 changes_run_the_gate_again bad_build_is_refused_before_the_switch failed_gate_blocks failed_gate_with_baseline_serves_off
 warmup_prompts_are_completed hung_engine_is_restarted_by_the_watchdog dead_engine_is_restarted health_passes_a_busy_server
 health_restarts_a_mute_server hidden_model_is_named missing_gpus_fail"
