@@ -24,8 +24,11 @@ mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
 ip link set lo up
 rm -rf "$root"/etc/systemd/system/* "$root/var/log/journal"; : > "$root/etc/fstab"
 cp -a "$files"/. "$root/"
-cd "$root"
-exec env -i container=unshare PATH=/usr/sbin:/usr/bin chroot . /lib/systemd/systemd --log-target=null --unit=multi-user.target
+# Not chroot: nobody inside a chroot may make a user namespace, which PrivateUsers needs.
+cd "$root"; mkdir -p .host; pivot_root . .host; cd /; umount -l /.host; rmdir /.host
+# As a booted system: credentials reach a service by mount propagation.
+mount --make-rshared /
+exec env -i container=unshare PATH=/usr/sbin:/usr/bin /lib/systemd/systemd --log-target=journal --unit=multi-user.target
 INIT
   chmod +x "$OVERLAY_WORK/init"; mkdir "$OVERLAY_WORK/files"
   "${OVERLAY_SETUP:-true}" "$OVERLAY_WORK/files"
