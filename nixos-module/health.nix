@@ -43,7 +43,7 @@ in
         Type = "oneshot";
         # The reason stands in the journal of both units: the attempts in kdtree-health's, this line in kdtree-restart's.
         ExecStart = [
-          "${pkgs.coreutils}/bin/echo kdtree.service generated nothing in ${toString cfg.health.attempts} attempts of ${toString cfg.health.timeout} s (journalctl -u kdtree-health): restarting it"
+          "${pkgs.bash}/bin/sh -c 'echo \"kdtree.service generated nothing in ${toString cfg.health.attempts} attempts of ${toString cfg.health.timeout} s (journalctl -u kdtree-health): restarting it\"'"
           "${systemctl} try-restart kdtree.service"
         ];
         TimeoutStartSec = cfg.startTimeout + cfg.drain + 30;

@@ -74,10 +74,7 @@ in
       } // lib.optionalAttrs keys {
         LoadCredential = "api-keys:${cfg.apiKeyFile}";
         # "+": as root outside the sandbox, which cannot see the key file. Writing into the copy keeps its owner and mode.
-        ExecReload = [
-          "+${sh} -c 'cat \"${cfg.apiKeyFile}\" > %t/kdtree/api-keys'"
-          "+${pkgs.coreutils}/bin/kill -HUP $MAINPID"
-        ];
+        ExecReload = "+${sh} -c 'cat \"${cfg.apiKeyFile}\" > %t/kdtree/api-keys && kill -HUP $MAINPID'";
       };
     };
   };

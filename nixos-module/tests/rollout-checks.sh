@@ -7,7 +7,10 @@ ok() { # NAME COMMAND…
   local name=$1; shift
   if "$@"; then passed=$((passed + 1)); echo "ok    $name"; else failed=$((failed + 1)); echo "FAIL  $name"; explain; fi
 }
-explain() { systemctl show -p ActiveState,SubState,Result,StatusText,NRestarts,ExecMainStatus $UNIT | sed 's/^/      /'; journalctl -u $UNIT -n 15 --no-pager -o cat | sed 's/^/      | /'; }
+explain() {
+  systemctl show -p ActiveState,Result,NRestarts,ExecMainStatus $UNIT | paste -sd' ' | sed 's/^/      /'
+  { tail -3 /tmp/switch.log; journalctl -u $UNIT -n 6 --no-pager -o cat; } 2>/dev/null | cut -c1-180 | sed 's/^/      | /'
+}
 no() { ! "$@"; }
 prop() { systemctl show -P "$1" "${2:-$UNIT}"; }
 is() { [ "$(prop "$1" "${3:-$UNIT}")" = "$2" ]; }
@@ -24,7 +27,7 @@ forced() { since=$(date +%s.%N); NIXOS_NO_CHECK=1 switch "$MACHINES/$1" > /tmp/s
 body() { printf '{"prompt": "%s", "max_tokens": %s, "temperature": 0, "ignore_eos": true, "stream": %s}' "${3:-1, 2, 3,}" "$1" "${2:-false}"; }
 ask() { curl -sS --max-time "${3:-30}" -H "Authorization: Bearer ${2:-$KEY}" -H 'content-type: application/json' -d "$(body "$1")" $URL/v1/completions; }
 completes() { ask "${1:-2}" | jq -e '.usage.completion_tokens > 0' >/dev/null; }
-http() { curl -s -o /dev/null -w '%{http_code}' --max-time 10 -H "Authorization: Bearer ${2:-$KEY}" "$URL$1"; }
+http() { curl -s -o /dev/null -w '%{http_code}' --max-time 10 -H "Authorization: Bearer ${2-$KEY}" "$URL$1"; }
 answers() { [ "$(http "$2" "$3")" = "$1" ]; }
 metric() { curl -s $URL/metrics | grep -E -- "^$1" | sed 's/.* //' | head -1; }
 active() { is ActiveState active; }

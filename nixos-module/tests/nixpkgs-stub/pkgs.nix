@@ -23,7 +23,7 @@ let
   # Programs of the host presented as a package: wrappers, because a linked nvcc could not find its headers.
   host = pname: bins: runCommand pname { meta.mainProgram = lib.head bins; } ("mkdir -p $out/bin\n" + lib.concatMapStrings
     (b: ''
-      if p=$(command -v ${b}); then printf '#!/bin/sh\nexec %s "$@"\n' "$p" > $out/bin/${b}; chmod +x $out/bin/${b}; fi
+      if p=$(type -P ${b}); then printf '#!/bin/sh\nexec %s "$@"\n' "$p" > $out/bin/${b}; chmod +x $out/bin/${b}; fi
     '')
     bins);
 
@@ -136,7 +136,7 @@ let
     rustfmt = host "rustfmt" [ "rustfmt" "cargo-fmt" ];
     nixpkgs-fmt = host "nixpkgs-fmt" [ "nixpkgs-fmt" ];
     mkShell = a: runCommand "shell" (removeAttrs a [ "packages" ] // { nativeBuildInputs = a.packages or [ ]; }) "touch $out";
-    coreutils = host "coreutils" [ "env" "cat" "install" "mkdir" "sleep" "timeout" "true" "kill" ];
+    coreutils = host "coreutils" [ "env" "cat" "install" "mkdir" "rm" "sleep" "timeout" "true" ];
     findutils = host "findutils" [ "find" "xargs" ];
     gnugrep = host "gnugrep" [ "grep" ];
     gnused = host "gnused" [ "sed" ];
