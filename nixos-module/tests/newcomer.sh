@@ -40,12 +40,12 @@ setup() {
 }
 OVERLAY_SETUP=setup
 boot_overlay
-inside_block() { inside bash -euc "cd /root/kdtree; ${2:-}; $(block "$1")"; }
+inside_block() { inside bash -euc "cd /root/kdtree; ${2:-true}"$'\n'"$(block "$1")"; }
 pid() { inside systemctl show -P MainPID kdtree.service; }
 text_of() { jq -er '.choices[0].message | (.content // .reasoning_content) | select(length > 0)'; }
 
 # -- systemd without NixOS
-verified() { local err; err=$(inside systemd-analyze verify --man=no /etc/systemd/system/kdtree*.service /etc/systemd/system/kdtree*.timer 2>&1); echo "$err"; [ -z "$err" ]; }
+verified() { local err; err=$(inside bash -c 'systemd-analyze verify --man=no /etc/systemd/system/kdtree*.{service,timer}' 2>&1); echo "$err"; [ -z "$err" ]; }
 asked() { inside_block "$1" | tail -1 | text_of; }
 ok "the plain install's commands run" inside_block 'sh install'
 ok "systemd finds nothing to say about its units" verified

@@ -211,7 +211,7 @@ hidden_model_is_named() {
 }
 
 # A start that systemd would try again for ever.
-forced_briefly() { forced "$1" & local pid=$!; until_ 20 log_says 'kdtree: '; systemctl stop $UNIT; wait $pid; }
+forced_briefly() { since=$(date +%s.%N); forced "$1" & local pid=$!; until_ 20 log_says 'kdtree: '; systemctl stop $UNIT; wait $pid; }
 
 missing_gpus_fail() {
   ok "the start fails" no forced_briefly cards
