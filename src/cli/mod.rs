@@ -8,6 +8,7 @@ pub mod config;
 pub mod doctor;
 pub mod gate;
 pub mod generate;
+pub mod health;
 pub mod logging;
 pub mod serve;
 pub mod wait;
@@ -40,6 +41,8 @@ pub enum Command {
     Wait(wait::Args),
     /// Say which card and which kernels this machine would use, and why
     Doctor(doctor::Args),
+    /// Ask a server for a completion; status 1 when it generates nothing (for a timer that restarts it)
+    Health(health::Args),
     /// Measure: round, serve, kernel
     #[command(subcommand)]
     Bench(Bench),
@@ -67,6 +70,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(Bench::Round(args)) => bench_round::run(&args),
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(Bench::Kernel(args)) => bench_kernel::run(args),
+        Command::Health(args) => health::run(&args),
         Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -80,6 +80,23 @@ impl Client {
         }
     }
 
+    /// Body of a successful GET, within the client's time.
+    pub async fn text(&self, path: &str) -> anyhow::Result<String> {
+        let exchange = async {
+            let response = self.send(Method::GET, path, None).await?;
+            let status = response.status();
+            if !status.is_success() {
+                bail!("{path} answered {}", status.as_u16());
+            }
+            let body = http_body_util::Limited::new(response.into_body(), MAX_ANSWER).collect().await.map_err(anyhow::Error::from_boxed)?;
+            Ok(String::from_utf8_lossy(&body.to_bytes()).into_owned())
+        };
+        match tokio::time::timeout(self.timeout, exchange).await {
+            Ok(result) => result,
+            Err(_) => bail!("{path}: no answer within {} s", self.timeout.as_secs_f64()),
+        }
+    }
+
     /// Name of the first model.
     pub async fn first_model(&self) -> anyhow::Result<String> {
         let (status, models) = self.json(Method::GET, "/v1/models", None).await?;
