@@ -21,7 +21,8 @@ need() {
 
 # One suite of Debian, from the mirror that this machine uses.
 debian_uri() { awk '/^URIs:/ { print $2; exit }' /etc/apt/sources.list.d/debian.sources 2>/dev/null || true; }
-MIRROR=$(debian_uri); MIRROR=${MIRROR:-http://deb.debian.org/debian}
+MIRROR=$(debian_uri)
+[ -n "$MIRROR" ] || { echo "prepare.sh: no Debian mirror in /etc/apt/sources.list.d/debian.sources" >&2; exit 1; }
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
 # Nix of a newer Debian, unpacked with every library it needs; the host's own libraries are not touched.
