@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the tests here need, from Debian, PyPI and crates.io only: Nix in a private prefix, the stand-in for nixpkgs, nixpkgs-fmt, and
+# What the tests here need, from Debian, PyPI and the Rust registry only: Nix in a private prefix, the stand-in for nixpkgs, nixpkgs-fmt, and
 # (with `rootfs`) a clean Debian root with a current systemd. Sourced by the tests; everything lands in $APPLIANCE and is reused.
 # After it: $NIX, $ROOT (the repository), $APPLIANCE, and the function `nix_` that runs Nix against the stand-in, in its sandbox.
 set -euo pipefail
