@@ -54,7 +54,10 @@ struct Outputs {
 
 impl Bench {
     fn open() -> Self {
-        let gpu = Gpu::open(0).unwrap_or_else(|e| panic!("{e}"));
+        let mut gpu = Gpu::open(0).unwrap_or_else(|e| panic!("{e}"));
+        if let Some(folder) = std::env::var_os("KDTREE_TEST_FATBINS") {
+            gpu.try_fatbins(folder.as_ref());
+        }
         let reference = gpu.function(&gpu.module("testing_reference").unwrap(), "reference_dense", 0).unwrap();
         Self { gpu, reference, random: Random(2026) }
     }

@@ -1,8 +1,9 @@
 // Second node of a tree-verify launch: adds a row's partials in the order of their place in the prefix and normalises.
 //
 // Maxima are integers, so weights are exact powers of two and the merge is plain addition; an empty partial (l = 0) is never
-// read. `wide` spreads one row x head over four blocks of 16 warps (few rows, many pieces: latency counts) and is what `exact`
-// always uses, so that the order of addition never depends on the launch; `narrow` uses one small block (many rows, few pieces).
+// read. `wide` and `mid` spread one row x head over four blocks of 16 or 4 warps, `narrow` gives it one warp: many pieces and few
+// rows want parallelism, many rows and few pieces want small blocks. `exact` always uses `mid`, so that its order of addition
+// never depends on the launch.
 #include "schedule.cuh"
 #include "softmax.cuh"
 
@@ -72,9 +73,11 @@ __device__ bool find(const VerifyParams& p, int tile_rows, Row& r) {
 
 }  // namespace
 
-// `tile_rows`: rows of a row tile in the launch that wrote the partials.
-extern "C" __global__ void __launch_bounds__(512) verify_merge_wide(const __grid_constant__ VerifyParams p, int tile_rows) {
-  constexpr int kWarps = 16, kColumns = 128;
+// `tile_rows`: rows of a row tile in the launch that wrote the partials. A block has one row x head and 128 columns.
+template <int kWarps>
+__device__ __forceinline__ void merge_spread(const VerifyParams& p, int tile_rows) {
+  constexpr int kColumns = 128, kAtOnce = 8, kRound = kWarps * kAtOnce;
+  static_assert(kRound <= 128 && 128 % kRound == 0, "a lane holds the weights of 128 pieces");
   __shared__ float4 part[kWarps][32];
   Row r;
   if (!find(p, tile_rows, r)) return;
@@ -83,22 +86,26 @@ extern "C" __global__ void __launch_bounds__(512) verify_merge_wide(const __grid
   Weights w = load(ml, 0, r.count, r.step);
   const Totals total = totals(w, ml, r.count, r.step);
 
-  // Warp w adds pieces w, w + 16, ...; eight loads at a time are in flight.
+  // Warp w adds pieces w, w + kWarps, ...; eight loads at a time are in flight.
   float4 acc = {};
-  for (int first = 0; first < r.count; first += 128) {
-    if (first > 0) w = load(ml, first, r.count, r.step);
-    float4 v[8];
-    float scale[8];
+  for (int base = 0; base < r.count; base += 128) {
+    if (base > 0) w = load(ml, base, r.count, r.step);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = warp + kWarps * k, source = i % 32;
-      const float l = __shfl_sync(~0u, w.l[k / 2], source), m = __shfl_sync(~0u, w.m[k / 2], source);
-      scale[k] = exp2_fast(m - total.m);
-      v[k] = make_float4(0, 0, 0, 0);
-      if (l > 0.0f) v[k] = __ldcs(reinterpret_cast<const float4*>(p.partial_o + (r.first + (first + i) * r.step) * kLatent + column));
+    for (int round = 0; round < 128; round += kRound) {
+      if (base + round >= r.count) break;
+      float4 v[kAtOnce];
+      float scale[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int in_round = warp + kWarps * k, i = round + in_round;
+        const float l = __shfl_sync(~0u, w.l[(round + kWarps * k) / 32], i % 32), m = __shfl_sync(~0u, w.m[(round + kWarps * k) / 32], i % 32);
+        scale[k] = exp2_fast(m - total.m);
+        v[k] = make_float4(0, 0, 0, 0);
+        if (l > 0.0f) v[k] = __ldcs(reinterpret_cast<const float4*>(p.partial_o + (r.first + (base + i) * r.step) * kLatent + column));
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) add(acc, v[k], scale[k]);
     }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) add(acc, v[k], scale[k]);
   }
   part[warp][lane] = acc;
   __syncthreads();
@@ -107,6 +114,13 @@ extern "C" __global__ void __launch_bounds__(512) verify_merge_wide(const __grid
   for (int k = 1; k < kWarps; ++k) add(acc, part[k][lane], 1.0f);
   store(p.out + r.at * kLatent + column, acc, total.weight > 0.0f ? 1.0f / total.weight : 0.0f);
   if (lane == 0 && blockIdx.y == 0) p.lse[r.at] = natural_lse(total.m, total.l);
+}
+
+extern "C" __global__ void __launch_bounds__(512) verify_merge_wide(const __grid_constant__ VerifyParams p, int tile_rows) {
+  merge_spread<16>(p, tile_rows);
+}
+extern "C" __global__ void __launch_bounds__(128) verify_merge_mid(const __grid_constant__ VerifyParams p, int tile_rows) {
+  merge_spread<4>(p, tile_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(32) verify_merge_narrow(const __grid_constant__ VerifyParams p, int tile_rows) {

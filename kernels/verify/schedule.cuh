@@ -17,6 +17,7 @@ struct Request {
 
 struct Plan {
   Request request[kMaxBatch];
+  int group_low[4], group_high[4], group_longest[4], group_cost[4], group_streams[4];   // of 32 requests each, while planning
   int line[kMaxBatch + 1];      // fast: where a request's streams start on the line; exact: its first item
   int streams[kMaxBatch + 1];   // streams before this request
   int team, units, payload;     // fast only: blocks a team, teams, tiles a unit
@@ -63,52 +64,65 @@ __device__ inline int warp_inclusive_sum(int v) {
   return v;
 }
 
-// Called by one whole warp; the block must synchronise before reading the plan.
+// a / b for 0 <= a < 2^28, b > 0, where a / b < 2^21: one reciprocal instead of an integer division.
+__device__ inline int divide(int a, int b) {
+  int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+  const int left = a - q * b;
+  if (left < 0) --q;
+  if (left >= b) ++q;
+  return q;
+}
+
+// Called by the whole block (at least 128 threads), one thread a request; ends with a block-wide barrier. It stands before
+// everything else a launch does, so it is kept short.
 template <int kTileRows, bool kExact>
 __device__ void make_plan(const VerifyParams& p, Plan& plan, int blocks) {
-  constexpr int kPerLane = kMaxBatch / 32;
-  const int lane = threadIdx.x % 32;
-  Request own[kPerLane];
-  int low = 1 << 30, high = 0, longest = 0;
-  for (int i = 0; i < kPerLane; ++i) {
-    const int r = lane * kPerLane + i;
-    own[i] = Request{0, 0, 0, 0};
-    if (r < p.batch) {
-      const int kv0 = p.kv_indptr[r], kv1 = p.kv_indptr[r + 1], q0 = p.qo_indptr[r], q1 = p.qo_indptr[r + 1];
-      own[i] = Request{kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
-    }
-    plan.request[r] = own[i];
-    if (own[i].rows > 0) {
-      const int n = row_tiles(p, own[i].rows, kTileRows);
-      low = min(low, n), high = max(high, n);
-      longest = max(longest, fast_tiles(own[i]));
-    }
+  const int r = threadIdx.x, group = r / 32;
+  const bool planner = r < kMaxBatch;
+  Request own{0, 0, 0, 0};
+  if (r < p.batch) {
+    const int kv0 = p.kv_indptr[r], kv1 = p.kv_indptr[r + 1], q0 = p.qo_indptr[r], q1 = p.qo_indptr[r + 1];
+    own = Request{kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
   }
-  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high), longest = __reduce_max_sync(~0u, longest);
-  // Teams only when everybody has the same number of row tiles and little of the card is left over.
-  const bool teams = low == high && blocks >= high && (blocks % high) * 16 <= blocks;
-  const int team = teams ? high : 1, units = blocks / team;
+  const int tiles = own.rows > 0 ? row_tiles(p, own.rows, kTileRows) : 0, length = own.rows > 0 ? fast_tiles(own) : 0;
+  if (planner) {
+    plan.request[r] = own;
+    const int low = __reduce_min_sync(~0u, tiles > 0 ? tiles : 1 << 30), high = __reduce_max_sync(~0u, tiles);
+    const int longest = __reduce_max_sync(~0u, length);
+    if (r % 32 == 0) plan.group_low[group] = low, plan.group_high[group] = high, plan.group_longest[group] = longest;
+  }
+  __syncthreads();
+  int low = plan.group_low[0], high = plan.group_high[0], longest = plan.group_longest[0];
+  for (int g = 1; g < 4; ++g)
+    low = min(low, plan.group_low[g]), high = max(high, plan.group_high[g]), longest = max(longest, plan.group_longest[g]);
 
-  int cost[kPerLane], streams[kPerLane], cost_sum = 0, stream_sum = 0;
-  for (int i = 0; i < kPerLane; ++i) {
-    const Request& r = own[i];
-    const int tiles = r.rows > 0 ? row_tiles(p, r.rows, kTileRows) : 0;
-    streams[i] = r.rows > 0 ? (kExact ? tiles : tiles / team) : 0;
-    cost[i] = r.rows > 0 ? (kExact ? exact_splits(r) * tiles : streams[i] * (fast_tiles(r) + p.item_cost)) : 0;
-    cost_sum += cost[i], stream_sum += streams[i];
+  // Teams only when everybody has the same number of row tiles and little of the card is left over.
+  int team = 1, units = blocks;
+  if (!kExact && low == high && high > 1 && high <= blocks) {
+    const int whole = divide(blocks, high);
+    if ((blocks - whole * high) * 16 <= blocks) team = high, units = whole;
   }
-  int cost_at = warp_inclusive_sum(cost_sum) - cost_sum, stream_at = warp_inclusive_sum(stream_sum) - stream_sum;
-  for (int i = 0; i < kPerLane; ++i) {
-    const int r = lane * kPerLane + i;
-    plan.line[r] = cost_at, plan.streams[r] = stream_at;
-    cost_at += cost[i], stream_at += streams[i];
+  const int streams = team > 1 ? min(tiles, 1) : tiles;
+  const int cost = own.rows == 0 ? 0 : kExact ? exact_splits(own) * tiles : streams * (length + p.item_cost);
+  int cost_upto = 0, streams_upto = 0;
+  if (planner) {
+    cost_upto = warp_inclusive_sum(cost), streams_upto = warp_inclusive_sum(streams);
+    if (r % 32 == 31) plan.group_cost[group] = cost_upto, plan.group_streams[group] = streams_upto;
   }
-  if (lane == 31) {
-    plan.line[kMaxBatch] = cost_at, plan.streams[kMaxBatch] = stream_at;
-    plan.team = kExact ? 1 : team, plan.units = kExact ? blocks : units;
+  __syncthreads();
+  if (planner) {
+    int cost_before = 0, streams_before = 0;
+    for (int g = 0; g < group; ++g) cost_before += plan.group_cost[g], streams_before += plan.group_streams[g];
+    plan.line[r] = cost_before + cost_upto - cost, plan.streams[r] = streams_before + streams_upto - streams;
+    if (r == kMaxBatch - 1) plan.line[kMaxBatch] = cost_before + cost_upto, plan.streams[kMaxBatch] = streams_before + streams_upto;
+  }
+  if (r == 0) {
+    const int total = plan.group_cost[0] + plan.group_cost[1] + plan.group_cost[2] + plan.group_cost[3];
     const int root = static_cast<int>(ceilf(sqrtf(static_cast<float>(longest)) / (4.0f * p.split_root)));
-    plan.payload = max(max(ceil_div(cost_at, units), p.min_tiles), root);
+    plan.team = team, plan.units = units;
+    plan.payload = max(max(divide(total + units - 1, units), p.min_tiles), root);
   }
+  __syncthreads();
 }
 
 // Moves `w` to the next piece of this unit (fast) or block (exact). False when there is none.
@@ -134,7 +148,7 @@ __device__ inline bool next_fast(const VerifyParams& p, const Plan& plan, Walk& 
 __device__ inline Walk start_fast(const VerifyParams& p, const Plan& plan, int unit) {
   Walk w{};
   const int a = unit * plan.payload;
-  int low = 0, high = p.batch;
+  int low = 0, high = a == 0 ? 1 : p.batch;
   while (high - low > 1) {
     const int mid = (low + high) / 2;
     if (plan.line[mid] <= a) low = mid;
@@ -142,7 +156,7 @@ __device__ inline Walk start_fast(const VerifyParams& p, const Plan& plan, int u
   }
   const int start = plan.line[low], per = fast_tiles(plan.request[low]) + p.item_cost;
   w.request = low;
-  w.stream = max(min((a - start) / per, plan.streams[low + 1] - plan.streams[low]), 0) - 1;
+  w.stream = max(min(divide(a - start, per), plan.streams[low + 1] - plan.streams[low]), 0) - 1;
   return w;
 }
 

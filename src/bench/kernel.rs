@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::kernel_inputs::{Cache, Inputs, Mask, Random, RequestShape, Slots};
 use crate::device::cuda::error::{CudaError, During};
 use crate::device::cuda::kv::ROW_BYTES;
-use crate::device::cuda::{Gpu, Kernel, Limits, Numerics, Tuning, Verify, image};
+use crate::device::cuda::{Gpu, Kernel, Limits, Numerics, Tuning, Verify};
 
 /// KV bytes that must pass between two uses of the same buffer: several times any L2.
 const ROTATE_BYTES: usize = 512 << 20;
@@ -112,7 +112,7 @@ pub fn run(gpu: &Gpu, grid: &Grid, mut progress: impl FnMut(&Row)) -> Result<Rep
     let mut report = Report {
         device: gpu.name.clone(),
         driver: format!("CUDA {}.{}", gpu.driver / 1000, gpu.driver % 1000 / 10),
-        kernel_sha256: image::KERNEL_SHA256.into(),
+        kernel_sha256: gpu.kernel_sha256().into(),
         read_gbps,
         mma_tflops,
         rows: Vec::new(),

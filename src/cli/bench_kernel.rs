@@ -49,6 +49,9 @@ pub struct Args {
     /// Write a roofline plot.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Try the fatbins in this folder instead of those in the binary (a run that is no evidence).
+    #[arg(long, value_name = "FOLDER")]
+    fatbins: Option<PathBuf>,
     /// What starting a piece costs, in tiles (scheduler of `fast`).
     #[arg(long, default_value_t = Tuning::default().item_cost)]
     item_cost: i32,
@@ -94,7 +97,10 @@ impl Args {
 /// Runs the grid; rows are printed to stderr as they come, the table to stdout at the end.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let grid = args.grid()?;
-    let gpu = Gpu::open(args.card).context("kdtree bench kernel needs a card")?;
+    let mut gpu = Gpu::open(args.card).context("kdtree bench kernel needs a card")?;
+    if let Some(folder) = &args.fatbins {
+        gpu.try_fatbins(folder);
+    }
     let report = kernel::run(&gpu, &grid, |row| eprintln!("{}", kernel_report::line(row).join(" ")))?;
     print!("{}", kernel_report::table(&report));
     if let Some(path) = &args.json {

@@ -1,5 +1,6 @@
 //! One opened card: its context, one stream, and what the program must know about it.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, result, sys};
@@ -67,6 +68,8 @@ pub struct Gpu {
     pub sms: u32,
     /// CUDA driver version, 1000 x major + 10 x minor.
     pub driver: i32,
+    /// Fatbins used instead of those in this binary.
+    fatbins: Option<PathBuf>,
 }
 
 impl Gpu {
@@ -90,13 +93,24 @@ impl Gpu {
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().during("creating a stream")?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).during("asking a card's size")?;
-        Ok(Self { context, stream, name: card.name, capability: card.capability, target, sms: sms as u32, driver })
+        Ok(Self { context, stream, name: card.name, capability: card.capability, target, sms: sms as u32, driver, fatbins: None })
     }
 
-    /// Loads one kernel file of this binary.
+    /// Takes `NAME.fatbin` from `folder`, where it holds one, instead of this binary's: to try kernels without building everything.
+    pub fn try_fatbins(&mut self, folder: &Path) {
+        self.fatbins = Some(folder.to_owned());
+    }
+
+    /// SHA-256 of the measured kernels' machine code; empty when fatbins from a folder are in use.
+    pub fn kernel_sha256(&self) -> &'static str {
+        if self.fatbins.is_some() { "" } else { image::KERNEL_SHA256 }
+    }
+
+    /// Loads one kernel file of this binary (or of the folder being tried).
     pub fn module(&self, name: &'static str) -> Result<Arc<CudaModule>, CudaError> {
-        let bytes = image::fatbin(name).ok_or(CudaError::BuiltWithout)?;
-        self.context.load_module(Ptx::from_binary(bytes.to_vec())).during("loading machine code")
+        let tried = self.fatbins.as_ref().and_then(|folder| std::fs::read(folder.join(format!("{name}.fatbin"))).ok());
+        let bytes = tried.or_else(|| image::fatbin(name).map(<[u8]>::to_vec)).ok_or(CudaError::BuiltWithout)?;
+        self.context.load_module(Ptx::from_binary(bytes)).during("loading machine code")
     }
 
     /// A kernel of a loaded file that may use `shared` bytes of dynamic shared memory.

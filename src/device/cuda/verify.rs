@@ -11,9 +11,9 @@ use super::gpu::Gpu;
 use super::kv::{KvRows, TILE};
 use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 
-const TREE_THREADS: u32 = 256;
-/// Row x head products up to which the merge spreads each over several blocks.
-const WIDE_MERGE: usize = 1024;
+/// Row x head products up to which the merge gives each four blocks of 16 warps, and of 4 warps; beyond, one warp.
+const WIDE_MERGE: usize = 128;
+const MID_MERGE: usize = 1024;
 
 /// Which verify kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
@@ -65,7 +65,7 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { item_cost: 3, min_tiles: 2, split_root: 1.0 }
+        Self { item_cost: 5, min_tiles: 2, split_root: 1.0 }
     }
 }
 
@@ -103,6 +103,8 @@ struct Tree {
     exact: CudaFunction,
     /// Query rows a block.
     rows: usize,
+    /// Threads a block, as the kernel was compiled for.
+    threads: u32,
     shared: u32,
     /// Blocks that fill the card.
     grid: u32,
@@ -119,6 +121,7 @@ pub struct Verify {
     baseline: CudaFunction,
     tree: Tree,
     merge_wide: CudaFunction,
+    merge_mid: CudaFunction,
     merge_narrow: CudaFunction,
     partials: usize,
     partial_o: CudaSlice<f32>,
@@ -135,16 +138,18 @@ impl Verify {
         let (tree_module, merge_module) = (gpu.module("verify_tree")?, gpu.module("verify_merge")?);
         let fast = gpu.function(&tree_module, &format!("verify_tree_{rows}_fast"), shared)?;
         let exact = gpu.function(&tree_module, &format!("verify_tree_{rows}_exact"), shared)?;
-        let per_sm = fast
-            .occupancy_max_active_blocks_per_multiprocessor(TREE_THREADS, shared as usize, None)
-            .during("asking how many blocks fit")?;
+        let attribute = cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+        let threads = fast.get_attribute(attribute).during("asking for a kernel's block size")? as u32;
+        let per_sm =
+            fast.occupancy_max_active_blocks_per_multiprocessor(threads, shared as usize, None).during("asking how many blocks fit")?;
         let grid = gpu.sms * per_sm.max(1);
-        let tree = Tree { fast, exact, rows, shared, grid };
+        let tree = Tree { fast, exact, rows, threads, shared, grid };
         let partials = partials(&limits, &tree);
         Ok(Self {
             heads_log2: limits.heads.ilog2(),
             baseline: gpu.function(&gpu.module("verify_baseline")?, "verify_baseline", 0)?,
             merge_wide: gpu.function(&merge_module, "verify_merge_wide", 0)?,
+            merge_mid: gpu.function(&merge_module, "verify_merge_mid", 0)?,
             merge_narrow: gpu.function(&merge_module, "verify_merge_narrow", 0)?,
             // SAFETY: every element that the merge reads was written by the tree kernel before it.
             partial_o: unsafe { gpu.stream.alloc(partials * tree.rows * 512) }.during("allocating partial outputs")?,
@@ -190,16 +195,17 @@ impl Verify {
                 let (mut row_map, mut tile_map) = (call.kv.row_map, call.kv.tile_map);
                 let arguments = &mut [params_ptr, (&raw mut row_map).cast(), (&raw mut tile_map).cast()];
                 // SAFETY: the kernel takes one `VerifyParams` and two tensor maps.
-                unsafe { gpu.launch(function, (self.tree.grid, 1, 1), TREE_THREADS, self.tree.shared, arguments)? };
+                unsafe { gpu.launch(function, (self.tree.grid, 1, 1), self.tree.threads, self.tree.shared, arguments)? };
                 let mut tile_rows = self.tree.rows as i32;
                 let arguments = &mut [params_ptr, (&raw mut tile_rows).cast()];
                 let products = call.rows as u32 * heads;
-                let (merge, grid, threads) = if numerics == Numerics::Exact || products as usize <= WIDE_MERGE {
-                    (&self.merge_wide, (products, 4, 1), 512)
-                } else {
-                    (&self.merge_narrow, (products, 1, 1), 32)
+                let (merge, grid, threads) = match products as usize {
+                    _ if numerics == Numerics::Exact => (&self.merge_mid, (products, 4, 1), 128),
+                    0..=WIDE_MERGE => (&self.merge_wide, (products, 4, 1), 512),
+                    ..=MID_MERGE => (&self.merge_mid, (products, 4, 1), 128),
+                    _ => (&self.merge_narrow, (products, 1, 1), 32),
                 };
-                // SAFETY: both merge kernels take one `VerifyParams` and one int.
+                // SAFETY: all merge kernels take one `VerifyParams` and one int.
                 unsafe { gpu.launch(merge, grid, threads, 0, arguments) }
             }
         }

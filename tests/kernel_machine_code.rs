@@ -1,0 +1,165 @@
+//! Both targets of every kernel are compiled without a card being there; this reads the compiler's resource report and the machine
+//! code and fails on what would make a kernel slow or unable to start: spills, too much shared memory, a tree kernel without tensor
+//! cores or with narrow KV loads. In a build without nvcc there is nothing to read, which is said.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use kdtree::device::cuda::image;
+use kdtree::device::cuda::params::SHARED_LIMIT;
+use kdtree::device::cuda::verify::TREE_SHARED;
+
+/// Where build.rs left cubins and reports; absent in a build without kernels.
+fn build() -> Option<PathBuf> {
+    let folder = option_env!("KDTREE_KERNEL_BUILD").map(PathBuf::from).filter(|_| image::built());
+    if folder.is_none() {
+        eprintln!("skipped: built without nvcc, so there is no machine code to read");
+    }
+    folder
+}
+
+const UNITS: [&str; 3] = ["verify_baseline", "verify_tree", "verify_merge"];
+const TARGETS: [&str; 2] = ["sm_90a", "sm_120a"];
+
+/// What ptxas says about one kernel.
+#[derive(Debug)]
+struct Usage {
+    kernel: String,
+    spill_bytes: u32,
+    static_shared: u32,
+    registers: u32,
+}
+
+fn number_before(line: &str, word: &str) -> Option<u32> {
+    line.split_once(word)?.0.split_whitespace().next_back()?.parse().ok()
+}
+
+/// Every kernel of a report of `ptxas -v`, which names the kernel, then its spills, then its registers and shared memory.
+fn usages(report: &str) -> Vec<Usage> {
+    let mut found: Vec<Usage> = Vec::new();
+    for line in report.lines() {
+        if let Some(name) = line.split_once("Compiling entry function '").and_then(|(_, rest)| rest.split('\'').next()) {
+            found.push(Usage { kernel: name.to_owned(), spill_bytes: u32::MAX, static_shared: 0, registers: 0 });
+        } else if let (Some(last), Some(stores), Some(loads)) =
+            (found.last_mut(), number_before(line, " bytes spill stores"), number_before(line, " bytes spill loads"))
+        {
+            last.spill_bytes = stores + loads;
+        } else if let (Some(last), Some((_, rest))) = (found.last_mut(), line.split_once("Used ")) {
+            last.registers = number_before(rest, " registers").expect("registers in the report");
+            last.static_shared = number_before(rest, " bytes smem").unwrap_or(0);
+        }
+    }
+    found
+}
+
+fn report(folder: &Path, unit: &str, target: &str) -> Vec<Usage> {
+    let path = folder.join(format!("{unit}.{target}.txt"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let found = usages(&text);
+    assert!(!found.is_empty(), "{}: no kernel in the report", path.display());
+    found
+}
+
+#[test]
+fn no_kernel_spills_and_every_kernel_fits_the_shared_memory_of_sm_120() {
+    let Some(folder) = build() else { return };
+    for unit in UNITS {
+        for target in TARGETS {
+            for usage in report(&folder, unit, target) {
+                assert_eq!(usage.spill_bytes, 0, "{target} spills: {usage:?}");
+                let dynamic =
+                    TREE_SHARED.iter().find(|(rows, _)| usage.kernel.starts_with(&format!("verify_tree_{rows}_"))).map_or(0, |t| t.1);
+                assert!(usage.static_shared + dynamic <= SHARED_LIMIT, "{target}: {usage:?} with {dynamic} bytes dynamic");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_tree_kernel_is_built_for_every_row_tile_and_both_numerics() {
+    let Some(folder) = build() else { return };
+    for target in TARGETS {
+        let mut names: Vec<String> = report(&folder, "verify_tree", target).into_iter().map(|u| u.kernel).collect();
+        names.sort();
+        let mut wanted: Vec<String> =
+            TREE_SHARED.iter().flat_map(|(rows, _)| ["exact", "fast"].map(|n| format!("verify_tree_{rows}_{n}"))).collect();
+        wanted.sort();
+        assert_eq!(names, wanted, "{target}");
+    }
+}
+
+/// The disassembler: beside nvcc's own folder, else on PATH.
+fn disassemble(cubin: &Path) -> Option<String> {
+    let beside = option_env!("KDTREE_NVCC").map(|nvcc| Path::new(nvcc).with_file_name("cuobjdump"));
+    let found = std::env::var_os("KDTREE_NVCC").map(|nvcc| Path::new(&nvcc).with_file_name("cuobjdump"));
+    let tool = beside.or(found).filter(|tool| tool.is_file()).unwrap_or_else(|| PathBuf::from("cuobjdump"));
+    match Command::new(&tool).arg("-sass").arg(cubin).output() {
+        Ok(output) if output.status.success() => Some(String::from_utf8_lossy(&output.stdout).into_owned()),
+        Ok(output) => panic!("{}: {}", tool.display(), String::from_utf8_lossy(&output.stderr)),
+        Err(e) => {
+            assert!(std::env::var_os("CI").is_none(), "{}: {e}; scripts/install-nvcc.sh installs it", tool.display());
+            eprintln!("skipped: no cuobjdump ({e})");
+            None
+        }
+    }
+}
+
+/// Instructions of every kernel in a listing of `cuobjdump -sass`.
+fn kernels(listing: &str) -> Vec<(String, Vec<String>)> {
+    let mut found: Vec<(String, Vec<String>)> = Vec::new();
+    for line in listing.lines() {
+        if let Some((_, name)) = line.split_once("Function : ") {
+            found.push((name.trim().to_owned(), Vec::new()));
+        } else if let (Some(last), Some((_, rest))) = (found.last_mut(), line.split_once("*/")) {
+            let text = rest.split("/*").next().unwrap_or("").trim();
+            if !text.is_empty() && line.trim_start().starts_with("/*") {
+                last.1.push(text.to_owned());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn the_tree_kernel_multiplies_on_tensor_cores_and_fetches_kv_by_bulk_copies_only() {
+    let Some(folder) = build() else { return };
+    for target in TARGETS {
+        let Some(listing) = disassemble(&folder.join(format!("verify_tree.{target}.cubin"))) else { return };
+        let found = kernels(&listing);
+        assert_eq!(found.len(), 2 * TREE_SHARED.len(), "{target}");
+        for (name, code) in found {
+            let count = |word: &str| code.iter().filter(|line| line.contains(word)).count();
+            assert!(count("HMMA.16816.F32.BF16") >= 16, "{target} {name}: {} HMMA", count("HMMA.16816.F32.BF16"));
+            assert_eq!(count("HGMMA"), 0, "{target} {name}: wgmma does not exist on sm_120");
+            // KV rows arrive by the copy engine, whole rows of 1152 bytes; nothing else may fetch bf16 from global memory but the
+            // 4-byte query loads, which happen once a piece, outside the loop over tiles.
+            assert!(count("UTMALDG") >= 1, "{target} {name}: no bulk copy");
+            assert!(count("LDSM.16") >= 8, "{target} {name}: {} ldmatrix", count("LDSM.16"));
+            let narrow = code.iter().filter(|l| l.contains("LDG.E.U16") || l.contains("LDG.E.S16") || l.contains("LDG.E.U8")).count();
+            assert!(narrow <= 4, "{target} {name}: {narrow} narrow global loads");
+            assert_eq!(count("LDGSTS.E.BYPASS"), 0, "{target} {name}: KV through 16-byte cp.async");
+            let spills = code.iter().filter(|l| (l.contains("STL") || l.contains("LDL")) && !l.contains("RZ")).count();
+            assert_eq!(spills, 0, "{target} {name}: local memory in use");
+        }
+    }
+}
+
+#[test]
+fn the_baseline_uses_tensor_cores_and_16_byte_kv_loads() {
+    let Some(folder) = build() else { return };
+    for target in TARGETS {
+        let Some(listing) = disassemble(&folder.join(format!("verify_baseline.{target}.cubin"))) else { return };
+        let found = kernels(&listing);
+        let code = &found.iter().find(|(name, _)| name == "verify_baseline").expect("the baseline kernel").1;
+        assert!(code.iter().any(|l| l.contains("HMMA.16816.F32.BF16")), "{target}");
+        assert!(code.iter().any(|l| l.contains("LDG.E.128")), "{target}: KV loads narrower than 16 bytes");
+    }
+}
+
+#[test]
+fn a_report_with_spills_is_noticed() {
+    let text = "ptxas info    : Compiling entry function 'k' for 'sm_120a'\nptxas info    : Function properties for k\n    \
+                8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\nptxas info    : Used 255 registers, used 1 barriers, 23680 bytes smem\n";
+    let found = usages(text);
+    assert_eq!((found.len(), found[0].spill_bytes, found[0].static_shared, found[0].registers), (1, 12, 23680, 255));
+}
