@@ -127,12 +127,14 @@ pub fn warm_up(driver: &mut dyn Driver) -> Result<Duration, DeviceError> {
     let room = (driver.info().max_model_len - prompt.len()).min(4) as u32;
     let sizes = LADDER.iter().map(|&rows| Budget::Tree(rows as u8)).chain([Budget::Off, Budget::Chain]);
     let max_rows = driver.info().max_rows;
+    let mut failed = Vec::new();
     for budget in sizes.filter(|budget| !matches!(budget, Budget::Tree(rows) if usize::from(*rows) > max_rows)) {
         let mut request = greedy(prompt.clone(), room.max(1), Some(budget));
         request.stop.ignore_eos = true;
-        if let Some(failed) = driver.generate(vec![request])?.into_iter().find_map(|generated| generated.end.err()) {
-            tracing::warn!(%budget, "warm-up: {failed}");
-        }
+        failed.extend(driver.generate(vec![request])?.into_iter().filter_map(|generated| generated.end.err()));
+    }
+    if let Some(first) = failed.first() {
+        tracing::warn!(requests = failed.len(), "failed in warm-up: {first}");
     }
     Ok(began.elapsed())
 }
