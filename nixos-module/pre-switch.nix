@@ -3,7 +3,8 @@
 { config, lib, pkgs, ... }:
 let
   cfg = config.services.kdtree;
-  kdtree = lib.getExe cfg.package;
+  # Behind the running server in everything, since it shares the machine with it.
+  gate = "${pkgs.coreutils}/bin/nice -n 19 ${lib.getExe cfg.package} gate --max-tokens ${toString cfg.gate.maxTokens} --json $report";
   environment = lib.concatStringsSep "\n" (lib.mapAttrsToList (name: value: "export ${name}=${lib.escapeShellArg value}") cfg.environment);
 in
 {
@@ -20,14 +21,14 @@ in
       ${pkgs.coreutils}/bin/rm -f $report
       ${lib.optionalString (cfg.gpus > 0) ''
         # On a card when the running server leaves room for the small model. A run that came to a verdict has written its report.
-        ${kdtree} gate --device cuda --json $report
+        ${gate} --device cuda
         status=$?
         if [ ! -s $report ]; then
           echo "kdtree: no room on a GPU for the gate before the switch: the CPU shows what it can, the gate inside the service tests the kernels" >&2
         fi
       ''}
       if [ ! -s $report ]; then
-        ${kdtree} gate --device cpu --json $report
+        ${gate} --device cpu
         status=$?
       fi
       if [ "$status" != 0 ]; then

@@ -42,7 +42,7 @@ failed=0
 # Adds up the closing lines of the scripts; one that dies without its line counts as one failure.
 count() {
     local line
-    line=$("$@" 2> >(cat >&2) | tee /dev/stderr | tail -1) || true
+    line=$("$@" | tee >(cat >&2) | tail -1) || true
     if [[ $line =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed$ ]]; then
         passed=$((passed + BASH_REMATCH[1]))
         failed=$((failed + BASH_REMATCH[2]))

@@ -73,7 +73,7 @@ pub fn exchange(address: SocketAddr, request: &Request, leave: Leave) -> io::Res
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(Duration::from_millis(match leave {
         Leave::After(_) => 5,
-        _ => 600_000,
+        _ => 1_800_000,
     })))?;
     let sent = Instant::now();
     // A server may answer and close before a large request is written; what counts is whether its answer can be read.

@@ -136,7 +136,7 @@ let
     rustfmt = host "rustfmt" [ "rustfmt" "cargo-fmt" ];
     nixpkgs-fmt = host "nixpkgs-fmt" [ "nixpkgs-fmt" ];
     mkShell = a: runCommand "shell" (removeAttrs a [ "packages" ] // { nativeBuildInputs = a.packages or [ ]; }) "touch $out";
-    coreutils = host "coreutils" [ "env" "cat" "install" "mkdir" "rm" "sleep" "timeout" "true" ];
+    coreutils = host "coreutils" [ "env" "cat" "install" "mkdir" "nice" "rm" "sleep" "timeout" "true" ];
     findutils = host "findutils" [ "find" "xargs" ];
     gnugrep = host "gnugrep" [ "grep" ];
     gnused = host "gnused" [ "sed" ];
