@@ -249,7 +249,7 @@ pub fn mma_rate(gpu: &Gpu) -> Result<f64, CudaError> {
     let function = gpu.function(&gpu.module("bench_ceilings")?, "ceiling_mma", 0)?;
     let mut random = Random(3);
     // Exponents near 1: operands of ordinary size.
-    let words: Vec<u32> = (0..256 * 16).map(|_| (random.next() as u32 & 0x80ff_80ff) | 0x3f00_3f00).collect();
+    let words: Vec<u32> = (0..256 * 16).map(|_| (random.word() as u32 & 0x80ff_80ff) | 0x3f00_3f00).collect();
     let data = gpu.stream.clone_htod(&words).during("uploading operands")?;
     let sink = gpu.stream.alloc_zeros::<f32>(1).during("allocating a sink")?;
     let mut best: f64 = 0.0;

@@ -14,7 +14,8 @@ pub const POISON: u16 = 0x7fc0;
 pub struct Random(pub u64);
 
 impl Random {
-    pub fn next(&mut self) -> u64 {
+    /// The next 64 bits.
+    pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut x = self.0;
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -24,7 +25,7 @@ impl Random {
 
     /// Uniform in `0 .. below`.
     pub fn below(&mut self, below: usize) -> usize {
-        ((u128::from(self.next()) * below as u128) >> 64) as usize
+        ((u128::from(self.word()) * below as u128) >> 64) as usize
     }
 
     fn shuffle<T>(&mut self, items: &mut [T]) {

@@ -201,8 +201,8 @@ impl Verify {
                 let products = call.rows as u32 * heads;
                 let (merge, grid, threads) = match products as usize {
                     _ if numerics == Numerics::Exact => (&self.merge_mid, (products, 4, 1), 128),
-                    0..=WIDE_MERGE => (&self.merge_wide, (products, 4, 1), 512),
-                    ..=MID_MERGE => (&self.merge_mid, (products, 4, 1), 128),
+                    few if few <= WIDE_MERGE => (&self.merge_wide, (products, 4, 1), 512),
+                    some if some <= MID_MERGE => (&self.merge_mid, (products, 4, 1), 128),
                     _ => (&self.merge_narrow, (products, 1, 1), 32),
                 };
                 // SAFETY: all merge kernels take one `VerifyParams` and one int.
