@@ -118,7 +118,7 @@ async fn discard(mut body: Incoming) {
             }
         }
     };
-    let _ = tokio::time::timeout(Duration::from_secs(3), reading).await;
+    let _ = tokio::time::timeout(Duration::from_secs(10), reading).await;
 }
 
 #[cfg(test)]
