@@ -16,12 +16,21 @@ struct Request {
 };
 
 struct Plan {
-  Request request[kMaxBatch];
-  int group_low[4], group_high[4], group_longest[4], group_cost[4], group_streams[4];   // of 32 requests each, while planning
-  int line[kMaxBatch + 1];      // fast: where a request's streams start on the line; exact: its first item
-  int streams[kMaxBatch + 1];   // streams before this request
-  int team, units, payload;     // fast only: blocks a team, teams, tiles a unit
+  int line[kMaxBatch + 1];            // fast: where a request's streams start on the line; exact: its first item
+  uint16_t streams[kMaxBatch + 1];    // streams before this request
+  int team, units, payload;           // fast only: blocks a team, teams, tiles a unit
 };
+
+// What 128 planning threads tell each other, 32 requests a group.
+struct PlanScratch {
+  int low[4], high[4], longest[4], cost[4], streams[4];
+};
+
+// A request's lengths, from the lists; after the first time they are in the nearest cache.
+__device__ inline Request request_of(const VerifyParams& p, int r) {
+  const int kv0 = __ldg(p.kv_indptr + r), kv1 = __ldg(p.kv_indptr + r + 1), q0 = __ldg(p.qo_indptr + r), q1 = __ldg(p.qo_indptr + r + 1);
+  return {kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
+}
 
 enum TileKind { kWhole = 0, kPrefixEnd = 1, kDraft = 2, kGathered = 3, kNone = 4 };
 
@@ -76,25 +85,20 @@ __device__ inline int divide(int a, int b) {
 // Called by the whole block (at least 128 threads), one thread a request; ends with a block-wide barrier. It stands before
 // everything else a launch does, so it is kept short.
 template <int kTileRows, bool kExact>
-__device__ void make_plan(const VerifyParams& p, Plan& plan, int blocks) {
+__device__ void make_plan(const VerifyParams& p, Plan& plan, PlanScratch& scratch, int blocks) {
   const int r = threadIdx.x, group = r / 32;
   const bool planner = r < kMaxBatch;
-  Request own{0, 0, 0, 0};
-  if (r < p.batch) {
-    const int kv0 = p.kv_indptr[r], kv1 = p.kv_indptr[r + 1], q0 = p.qo_indptr[r], q1 = p.qo_indptr[r + 1];
-    own = Request{kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
-  }
+  const Request own = r < p.batch ? request_of(p, r) : Request{0, 0, 0, 0};
   const int tiles = own.rows > 0 ? row_tiles(p, own.rows, kTileRows) : 0, length = own.rows > 0 ? fast_tiles(own) : 0;
   if (planner) {
-    plan.request[r] = own;
     const int low = __reduce_min_sync(~0u, tiles > 0 ? tiles : 1 << 30), high = __reduce_max_sync(~0u, tiles);
     const int longest = __reduce_max_sync(~0u, length);
-    if (r % 32 == 0) plan.group_low[group] = low, plan.group_high[group] = high, plan.group_longest[group] = longest;
+    if (r % 32 == 0) scratch.low[group] = low, scratch.high[group] = high, scratch.longest[group] = longest;
   }
   __syncthreads();
-  int low = plan.group_low[0], high = plan.group_high[0], longest = plan.group_longest[0];
+  int low = scratch.low[0], high = scratch.high[0], longest = scratch.longest[0];
   for (int g = 1; g < 4; ++g)
-    low = min(low, plan.group_low[g]), high = max(high, plan.group_high[g]), longest = max(longest, plan.group_longest[g]);
+    low = min(low, scratch.low[g]), high = max(high, scratch.high[g]), longest = max(longest, scratch.longest[g]);
 
   // Teams only when everybody has the same number of row tiles and little of the card is left over.
   int team = 1, units = blocks;
@@ -107,17 +111,17 @@ __device__ void make_plan(const VerifyParams& p, Plan& plan, int blocks) {
   int cost_upto = 0, streams_upto = 0;
   if (planner) {
     cost_upto = warp_inclusive_sum(cost), streams_upto = warp_inclusive_sum(streams);
-    if (r % 32 == 31) plan.group_cost[group] = cost_upto, plan.group_streams[group] = streams_upto;
+    if (r % 32 == 31) scratch.cost[group] = cost_upto, scratch.streams[group] = streams_upto;
   }
   __syncthreads();
   if (planner) {
     int cost_before = 0, streams_before = 0;
-    for (int g = 0; g < group; ++g) cost_before += plan.group_cost[g], streams_before += plan.group_streams[g];
+    for (int g = 0; g < group; ++g) cost_before += scratch.cost[g], streams_before += scratch.streams[g];
     plan.line[r] = cost_before + cost_upto - cost, plan.streams[r] = streams_before + streams_upto - streams;
     if (r == kMaxBatch - 1) plan.line[kMaxBatch] = cost_before + cost_upto, plan.streams[kMaxBatch] = streams_before + streams_upto;
   }
   if (r == 0) {
-    const int total = plan.group_cost[0] + plan.group_cost[1] + plan.group_cost[2] + plan.group_cost[3];
+    const int total = scratch.cost[0] + scratch.cost[1] + scratch.cost[2] + scratch.cost[3];
     const int root = static_cast<int>(ceilf(sqrtf(static_cast<float>(longest)) / (4.0f * p.split_root)));
     plan.team = team, plan.units = units;
     plan.payload = max(max(divide(total + units - 1, units), p.min_tiles), root);
@@ -132,7 +136,7 @@ __device__ inline bool next_fast(const VerifyParams& p, const Plan& plan, Walk& 
     ++w.stream;
     while (w.request < p.batch && w.stream >= plan.streams[w.request + 1] - plan.streams[w.request]) ++w.request, w.stream = 0;
     if (w.request >= p.batch) return false;
-    const int tiles = fast_tiles(plan.request[w.request]);
+    const int tiles = fast_tiles(request_of(p, w.request));
     const int start = plan.line[w.request] + w.stream * (tiles + p.item_cost);
     if (start >= b) return false;
     w.begin = max(a - start - p.item_cost, 0), w.end = min(b - start - p.item_cost, tiles);
@@ -154,7 +158,7 @@ __device__ inline Walk start_fast(const VerifyParams& p, const Plan& plan, int u
     if (plan.line[mid] <= a) low = mid;
     else high = mid;
   }
-  const int start = plan.line[low], per = fast_tiles(plan.request[low]) + p.item_cost;
+  const int start = plan.line[low], per = fast_tiles(request_of(p, low)) + p.item_cost;
   w.request = low;
   w.stream = max(min(divide(a - start, per), plan.streams[low + 1] - plan.streams[low]), 0) - 1;
   return w;
@@ -179,7 +183,7 @@ template <int kTileRows>
 __device__ bool next_exact(const VerifyParams& p, const Plan& plan, Walk& w, int blocks) {
   for (w.id += blocks; w.id < plan.line[kMaxBatch]; w.id += blocks) {
     while (plan.line[w.request + 1] <= w.id) ++w.request;
-    const Request& r = plan.request[w.request];
+    const Request r = request_of(p, w.request);
     const int tiles = row_tiles(p, r.rows, kTileRows), local = w.id - plan.line[w.request];
     const int split = local / tiles;
     w.stream = local % tiles;

@@ -15,8 +15,8 @@
     verify_tree<rows, exact>(p, &rows_map, &tile_map);                                                                                  \
   }
 
-// Mirrored in src/device/cuda/verify.rs, which reserves this much.
-static_assert(sizeof(Shared<16>) == 83968 && sizeof(Shared<32>) == 89088 && sizeof(Shared<64>) == 100352);
+// What src/device/cuda/verify.rs reserves.
+static_assert(sizeof(Shared<16>) <= 86016 && sizeof(Shared<32>) <= 94208 && sizeof(Shared<64>) <= 101376);
 
 VERIFY_TREE(16, SMALL, fast, false)
 VERIFY_TREE(32, SMALL, fast, false)

@@ -1,24 +1,26 @@
 // The tree-verify kernel: KV split over the card, tensor cores, each KV byte fetched once for all heads and rows of a row tile.
 //
-// A block owns kRows (16, 32 or 64) query rows of one request (rows are draft row major, head minor) and walks 16-token tiles with 8
-// warps, two a scheduler.
-// Three things happen in every step, on three different tiles, so that one barrier a step is enough:
+// A block owns kRows (16, 32 or 64) query rows of one request (rows are draft row major, head minor) and walks 16-token tiles two at
+// a time with 8 warps, two a scheduler. What bounds it is the chain of latencies between barriers, not instructions or bytes, so a
+// step is made long: 32 tokens, three barriers.
 //
-//   softmax(n + 1)   sums the four partial scores, writes probabilities       (eight rows a warp, by as many warps as it takes)
-//   values(n)        O += P x V                                               (a warp: all rows, 512 / warps columns)
-//   scores(n + 2)    partial scores over a quarter of the columns             (a warp: slice w % 4 of 16 rows, or of 8 tokens)
+//   values    O += P x V                                  (a warp: all rows, 64 columns)
+//   -- barrier: this pair's tiles are free, the copies of the pair after next start
+//   scores    partial scores of the next pair             (a warp: slice w % 4 of the columns, half the rows or half the tokens)
+//   -- barrier
+//   softmax   sums the four slices, writes probabilities  (eight rows a warp)
+//   -- barrier
 //
-// Q and O live in registers. Shared memory holds a ring of four KV tiles, the score exchange and P. The exchange and P keep the
-// tensor cores' own register layout, so they move as whole 16-byte words without bank conflicts.
+// Q and O live in registers: at 64 rows 72 + 128 of 255. Shared memory holds a ring of four KV tiles, the score exchange, and, in the
+// same place once it has been read, P. Both keep the tensor cores' own register layout, so no access meets a bank conflict.
 #pragma once
 #include "schedule.cuh"
 #include "softmax.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kStages = 4;        // KV tiles in the ring: three in use, one or more in flight
-constexpr int kDescs = 2 * kWarps;   // ring of looked-up tiles; every eighth step these warps look up the eight tiles after next
-static_assert(kStages <= kWarps / 2, "a tile's slots must be settled (fourth step after the look-up) before its copy is started");
-constexpr int kSteps = 9;         // k-steps of a slice: 8 of latent columns, 1 of rope columns
+constexpr int kStages = 4;           // KV tiles in the ring: a pair in use, a pair in flight
+constexpr int kDescs = 2 * kWarps;   // ring of looked-up tiles, in two blocks of eight
+constexpr int kSteps = 9;            // k-steps of a slice: 8 of latent columns, 1 of rope columns
 
 template <int kRows>
 struct Layout {
@@ -27,28 +29,29 @@ struct Layout {
   static constexpr int kScoreMTiles = kTokenHalves ? 1 : kRows / (4 * kWarps);
   static constexpr int kScoreGroups = 2 * kScoreMTiles;           // row groups (8 rows) that a warp scores
   static constexpr int kScoreBlocks = kTokenHalves ? 1 : 2;
-  static constexpr int kExchange = kGroups * 4 * 512;
+  static constexpr bool kKeepOwn = kRows == 64;                   // every warp has a group; its part of that group's scores stays put
+  static constexpr int kSources = kKeepOwn ? 3 : 4;               // partial scores that arrive through shared memory
+  static constexpr int kRegion = 2 * kSources * 512;              // bytes a row group has in the exchange
 };
 
 constexpr int kBlock = 1 << 30;                    // in `info`: the tile's 16 slots are neighbours
 
 template <int kRows>
-struct alignas(1024) Shared {
-  uint8_t ring[kStages][kTileBytes];
-  uint8_t exchange[Layout<kRows>::kExchange];      // partial scores, [row group][slice][lane] of 16 bytes
-  uint4 p[2][Layout<kRows>::kMTiles][32];          // probabilities as A fragments
-  float rescale[2][kRows];
-  float row_scale[kRows];                          // 1 / weight of a finished piece
+struct Shared {
+  uint8_t ring[kStages][kTileBytes];               // aligned to 1024 bytes, the period of the swizzle
+  uint8_t exchange[Layout<kRows>::kGroups][Layout<kRows>::kRegion];   // [tile of the pair][source][lane] of 16 bytes; then
+                                                   // P: [tile of the pair][token half][lane] of 4 bytes
+  float rescale[kRows];                            // what a row's O is multiplied by; at the end 1 / weight
+  float row_m[kRows];                              // maximum in use; registers are scarce
   int slots[kDescs][kTile];
   int info[kDescs];                                // kind | valid or draft tile << 8 | draft row << 16 | kBlock
   Walk fetch[kWarps];                              // where each warp looks up next
   Walk item;                                       // what is being computed
   int first, last;                                 // its tiles, counted over all the block has done
   int more;                                        // whether there is a piece
-  Plan plan;
   int unit, member;                                // the team this block is in, and its place there
+  Plan plan;
   uint64_t full[kStages];                          // tile has arrived
-  uint64_t taken;                                  // the exchange has been read
 };
 
 // Where a thread stands. `now` hides the thread number from the compiler, so that addresses made from it are worked out anew in
@@ -106,7 +109,7 @@ struct Block {
       if (me.lane == 0) sm.info[desc] = kNone;
       return;
     }
-    const Request& r = sm.plan.request[w.request];
+    const Request r = request_of(p, w.request);
     const int* src = nullptr;
     int info = kWhole;
     if constexpr (kExact) {
@@ -181,7 +184,7 @@ struct Block {
   // Which tokens of the tile the row at `row` of the row tile may see, as 16 bits.
   __device__ uint32_t visible(int info, int row) const {
     const int kind = info & 255, arg = (info >> 8) & 255, u = (info >> 16) & 255;
-    const Request& r = sm.plan.request[sm.item.request];
+    const Request r = request_of(p, sm.item.request);
     const int draft_row = (row_tile() * kRows + row) >> p.heads_log2;
     if (kind == kPrefixEnd) return (1u << arg) - 1;
     if (kExact) return draft_row == u ? (1u << arg) - 1 : 0;
@@ -198,7 +201,7 @@ struct Block {
 template <int kRows, bool kExact>
 __device__ void write_pieces(const VerifyParams& p, const Plan& plan) {
   for (int request = threadIdx.x / 32; request < p.batch; request += blockDim.x / 32) {
-    const Request& r = plan.request[request];
+    const Request r = request_of(p, request);
     for (int u = threadIdx.x % 32; u < r.rows; u += 32) {
       const int tile = (u << p.heads_log2) / kRows, offset = (u << p.heads_log2) % kRows;
       int4 piece;
@@ -225,11 +228,10 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
 
   if (threadIdx.x == 32 * kWarps - 1) {
     for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1);
-    mbarrier_init(smem_addr(&sm.taken), L::kGroups);
     mbarrier_init_fence();
     prefetch_map(rows_map), prefetch_map(tile_map);
   }
-  make_plan<kRows, kExact>(p, sm.plan, gridDim.x);
+  make_plan<kRows, kExact>(p, sm.plan, *reinterpret_cast<PlanScratch*>(sm.ring[0]), gridDim.x);
   const int unit = divide(blockIdx.x, sm.plan.team);
   if (threadIdx.x == 0) sm.unit = unit, sm.member = blockIdx.x - unit * sm.plan.team;
   if (blockIdx.x == gridDim.x - 1) write_pieces<kRows, kExact>(p, sm.plan);
@@ -258,27 +260,31 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     const int r = me.lane % 16, chunk = me.warp * L::kColumns / 8 + me.lane / 16, group = chunk / 8;
     return static_cast<uint32_t>(r * kRowBytes + group * 128 + ((chunk % 8 ^ ((r + group) % 8)) << 4));
   };
-  // Row group (8 rows) whose softmax a warp does, -1 for none: one of those it scores, spread evenly over the schedulers.
+  // Row group (8 rows) whose softmax a warp does, -1 for none. At 64 rows warp w has group w; fewer are spread over the schedulers.
   auto group_of = [&](const Place& me) {
     if (L::kTokenHalves) return me.warp < L::kGroups ? static_cast<int>(me.warp) : -1;
     const int i = (me.slice - L::kScoreGroups * me.part) % 4;
     return i < L::kScoreGroups ? static_cast<int>(L::kScoreGroups * me.part + i) : -1;
   };
-  const bool has_group = group_of(Place::now()) >= 0;
-  const uint32_t taken = smem_addr(&sm.taken);
+  // Row group at position `i` of a warp's score fragments; at 64 rows its own group comes first.
+  auto group_at = [&](const Place& me, int i) {
+    return L::kTokenHalves ? i : static_cast<int>(L::kScoreGroups * me.part) + (L::kKeepOwn ? i ^ static_cast<int>(me.slice) : i);
+  };
+  const bool has_group = L::kKeepOwn || group_of(Place::now()) >= 0;
 
   uint32_t q[L::kScoreMTiles][kSteps][4];
   float o[L::kMTiles][L::kColumns / 8][4];
-  float m, l, weight;                               // maximum, sum of probabilities, sum of them as rounded to bf16
+  float own[2][4] = {};                             // this warp's part of its own row group's scores (64 rows only)
+  float l = 0.0f, weight = 0.0f;                    // sum of probabilities, sum of them as rounded to bf16
 
   auto load_q = [&]() {
     const Place me = Place::now();
-    const Request& r = sm.plan.request[sm.item.request];
+    const Request r = request_of(p, sm.item.request);
     const int rows = r.rows << p.heads_log2, row0 = b.row_tile() * kRows;
     const __nv_bfloat16* base = p.q + ((static_cast<int64_t>(r.q_begin) << p.heads_log2) + row0) * kRow + 2 * (me.lane % 4);
 #pragma unroll
     for (int i = 0; i < L::kScoreGroups; ++i) {
-      const int row = 8 * ((L::kTokenHalves ? 0 : L::kScoreGroups * me.part) + i) + me.lane / 4;
+      const int row = 8 * group_at(me, i) + me.lane / 4;
       const bool present = row0 + row < rows;
       const __nv_bfloat16* src = base + row * kRow;
 #pragma unroll
@@ -290,7 +296,8 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     }
   };
 
-  auto scores = [&](int tile) {
+  // `half`: which tile of the pair.
+  auto scores = [&](int tile, int half) {
     const uint32_t stage = ring + (tile & (kStages - 1)) * kTileBytes;
     mbarrier_wait(smem_addr(&sm.full[tile & (kStages - 1)]), (tile >> 2) & 1);
     const Place me = Place::now();
@@ -318,103 +325,97 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
         }
       }
     }
-    mbarrier_wait(taken, (tile - 1) & 1);
 #pragma unroll
     for (int i = 0; i < L::kScoreGroups; ++i) {
       const float(&lo)[4] = acc[i / 2][0], (&hi)[4] = acc[i / 2][L::kScoreBlocks - 1];
-      const int c = 2 * (i % 2);
-      if constexpr (L::kTokenHalves) {
-        float2* dst = reinterpret_cast<float2*>(sm.exchange) + 2 * me.lane + me.part;
-        dst[(i * 4 + me.slice) * 64] = make_float2(lo[c], lo[c + 1]);
-      } else {
-        float4* dst = reinterpret_cast<float4*>(sm.exchange) + me.lane;
-        dst[((L::kScoreGroups * me.part + i) * 4 + me.slice) * 32] = make_float4(lo[c], lo[c + 1], hi[c], hi[c + 1]);
-      }
+      const int c = 2 * (i % 2), source = L::kKeepOwn ? i - 1 : static_cast<int>(me.slice);
+      uint8_t* dst = sm.exchange[group_at(me, i)] + (half * L::kSources + source) * 512 + 16 * me.lane;
+      if (L::kKeepOwn && i == 0) own[half][0] = lo[0], own[half][1] = lo[1], own[half][2] = hi[0], own[half][3] = hi[1];
+      else if (L::kTokenHalves) *reinterpret_cast<float2*>(dst + 8 * me.part) = make_float2(lo[c], lo[c + 1]);
+      else *reinterpret_cast<float4*>(dst) = make_float4(lo[c], lo[c + 1], hi[c], hi[c + 1]);
     }
   };
 
-  // Scores of `tile` to probabilities, 8 rows a warp. True if a row's maximum grew, so that what was accumulated must be rescaled.
-  auto softmax = [&](int tile) {
+  // Scores of a pair of tiles (the second may be absent) to probabilities, 8 rows a warp. True if a row's maximum grew, so that what
+  // was accumulated must be rescaled.
+  auto softmax = [&](int tile, bool two) {
     const Place me = Place::now();
-    const int group = group_of(me);
-    float t[4];
-    const float4* src = reinterpret_cast<const float4*>(sm.exchange) + group * 4 * 32 + me.lane;
-    const int info = sm.info[tile & (kDescs - 1)] & ~kBlock;
-    // (0 + 1) + (2 + 3), one pair after the other: registers are scarce.
-    const float4 s0 = src[0], s1 = src[32];
-    t[0] = s0.x + s1.x, t[1] = s0.y + s1.y, t[2] = s0.z + s1.z, t[3] = s0.w + s1.w;
-    asm volatile("" : "+f"(t[0]), "+f"(t[1]), "+f"(t[2]), "+f"(t[3])::"memory");
-    const float4 s2 = src[64], s3 = src[96];
-    t[0] += s2.x + s3.x, t[1] += s2.y + s3.y, t[2] += s2.z + s3.z, t[3] += s2.w + s3.w;
-    __syncwarp();
-    if (me.lane == 0) mbarrier_arrive(taken);
+    const int group = L::kKeepOwn ? static_cast<int>(me.warp) : group_of(me);
+    uint8_t* region = sm.exchange[group];
+    float t[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) t[i] *= p.scale_log2;
-    if (info != kWhole) {
-      const uint32_t seen = b.visible(info, 8 * group + me.lane / 4) >> (2 * (me.lane % 4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) t[i] = (seen >> (8 * (i / 2) + i % 2)) & 1 ? t[i] : -INFINITY;
+    for (int half = 0; half < 2; ++half) {
+      const float4* src = reinterpret_cast<const float4*>(region) + half * L::kSources * 32 + me.lane;
+      // At 64 rows source i is slice (own ^ i): (own + 1) + (2 + 3) is then (0 + 1) + (2 + 3) for every warp, for addition commutes.
+      const float4 s0 = L::kKeepOwn ? make_float4(own[half][0], own[half][1], own[half][2], own[half][3]) : src[0];
+      const float4 s1 = src[(L::kSources - 3) * 32], s2 = src[(L::kSources - 2) * 32], s3 = src[(L::kSources - 1) * 32];
+      t[half][0] = sum_slices(s0.x, s1.x, s2.x, s3.x) * p.scale_log2, t[half][1] = sum_slices(s0.y, s1.y, s2.y, s3.y) * p.scale_log2;
+      t[half][2] = sum_slices(s0.z, s1.z, s2.z, s3.z) * p.scale_log2, t[half][3] = sum_slices(s0.w, s1.w, s2.w, s3.w) * p.scale_log2;
     }
-    float top = fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3]));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int info = half == 0 || two ? sm.info[(tile + half) & (kDescs - 1)] & ~kBlock : kNone;
+      if (info != kWhole) {
+        const uint32_t seen = info == kNone ? 0 : b.visible(info, 8 * group + me.lane / 4) >> (2 * (me.lane % 4));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) t[half][i] = (seen >> (8 * (i / 2) + i % 2)) & 1 ? t[half][i] : -INFINITY;
+      }
+    }
+    float top = fmaxf(fmaxf(fmaxf(t[0][0], t[0][1]), fmaxf(t[0][2], t[0][3])), fmaxf(fmaxf(t[1][0], t[1][1]), fmaxf(t[1][2], t[1][3])));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float grown = next_max(m, top);
-    const float f = exp2_fast(m - grown);
-    const bool changed = grown != m;
-    m = grown;
-    float e[4];
+    const float old = sm.row_m[8 * group + me.lane / 4], m = next_max(old, top);
+    const float f = exp2_fast(old - m);
+    l *= f, weight *= f;
+    // The shuffles above stand between every lane's reads of the exchange and the writes of P to the same place.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = exp2_scaled(t[i], m);
-      e[i] = t[i] == -INFINITY ? 0.0f : x;
+    for (int half = 0; half < 2; ++half) {
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = exp2_scaled(t[half][i], m);
+        e[i] = t[half][i] == -INFINITY ? 0.0f : x;
+      }
+      const uint32_t lo = pack_bf16(e[0], e[1]), hi = pack_bf16(e[2], e[3]);
+      l += (e[0] + e[1]) + (e[2] + e[3]);
+      weight += sum_bf16(lo) + sum_bf16(hi);
+      uint32_t* dst = reinterpret_cast<uint32_t*>(region) + 64 * half + me.lane;
+      dst[0] = lo, dst[32] = hi;
     }
-    l = l * f + ((e[0] + e[1]) + (e[2] + e[3]));
-    const uint32_t lo = pack_bf16(e[0], e[1]), hi = pack_bf16(e[2], e[3]);
-    weight = weight * f + (sum_bf16(lo) + sum_bf16(hi));
-    uint32_t* dst = reinterpret_cast<uint32_t*>(&sm.p[tile & 1][group / 2][me.lane]) + group % 2;
-    dst[0] = lo, dst[2] = hi;
-    if (me.lane % 4 == 0) sm.rescale[tile & 1][8 * group + me.lane / 4] = f;
-    return changed;
+    if (me.lane % 4 == 0) sm.rescale[8 * group + me.lane / 4] = f, sm.row_m[8 * group + me.lane / 4] = m;
+    return old != m;
   };
 
-  auto values = [&](int tile) {
+  auto values = [&](int tile, int half) {
     const Place me = Place::now();
     const uint32_t from = ring + (tile & (kStages - 1)) * kTileBytes + v_at(me);
-    const uint4* p = &sm.p[tile & 1][0][me.lane];
-    constexpr int kParts = L::kColumns / 16, kAtOnce = kParts % 2 == 0 ? 2 : 1;
+    uint32_t a[L::kMTiles][4];
 #pragma unroll
-    for (int first = 0; first < kParts; first += kAtOnce) {
-      uint32_t v[kAtOnce][4];
+    for (int i = 0; i < L::kMTiles; ++i) {
+      const uint32_t* lo = reinterpret_cast<const uint32_t*>(sm.exchange[2 * i]) + 64 * half + me.lane;
+      const uint32_t* hi = reinterpret_cast<const uint32_t*>(sm.exchange[2 * i + 1]) + 64 * half + me.lane;
+      a[i][0] = lo[0], a[i][1] = hi[0], a[i][2] = lo[32], a[i][3] = hi[32];
+    }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) ldmatrix_x4_trans(v[k], from ^ ((first + k) << 5));
+    for (int part = 0; part < L::kColumns / 16; ++part) {
+      uint32_t v[4];
+      ldmatrix_x4_trans(v, from ^ (part << 5));
 #pragma unroll
       for (int i = 0; i < L::kMTiles; ++i) {
-        const uint4 x = p[32 * i];
-        const uint32_t a[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          mma(o[i][2 * (first + k)], a, v[k][0], v[k][1]);
-          mma(o[i][2 * (first + k) + 1], a, v[k][2], v[k][3]);
-        }
+        mma(o[i][2 * part], a[i], v[0], v[1]);
+        mma(o[i][2 * part + 1], a[i], v[2], v[3]);
       }
     }
   };
-  auto rescale = [&](int tile) {
+  auto rescale = [&]() {
     const Place me = Place::now();
 #pragma unroll
     for (int i = 0; i < L::kMTiles; ++i) {
-      const float lo = sm.rescale[tile & 1][16 * i + me.lane / 4], hi = sm.rescale[tile & 1][16 * i + 8 + me.lane / 4];
+      const float lo = sm.rescale[16 * i + me.lane / 4], hi = sm.rescale[16 * i + 8 + me.lane / 4];
 #pragma unroll
       for (int c = 0; c < L::kColumns / 8; ++c) o[i][c][0] *= lo, o[i][c][1] *= lo, o[i][c][2] *= hi, o[i][c][3] *= hi;
     }
   };
-  // Every eighth step the slots of the eight tiles after next are looked up; four steps later they have arrived.
-  auto look_ahead = [&](int tile) {
-    const int warp = Place::now().warp;
-    if (tile % kWarps == 0) b.look_up(tile + kWarps + warp, kWarps);
-    else b.settle(tile + kWarps / 2 + warp);
-  };
-
   // The next piece of work, for the whole block. False when there is none.
   auto next_piece = [&]() {
     if (Place::now().warp == 0) {
@@ -433,7 +434,8 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   for (bool fresh = true; next_piece(); fresh = false) {
     load_q();
     if (fresh) {                                    // behind the query loads, for it waits for slots
-      b.settle(warp), b.settle(warp + kWarps);
+      b.settle(Place::now().warp), b.settle(Place::now().warp + kWarps);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");   // the plan was made in the ring
       __syncthreads();
 #pragma unroll 1
       for (int n = 0; n < kStages; ++n) b.issue(n, sm.info[n]);
@@ -444,37 +446,44 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       for (int c = 0; c < L::kColumns / 8; ++c)
 #pragma unroll
         for (int k = 0; k < 4; ++k) o[i][c][k] = 0.0f;
-    m = kNoMax, l = weight = 0.0f;
+    l = weight = 0.0f;
+    if (has_group && Place::now().lane % 4 == 0) sm.row_m[8 * group_of(Place::now()) + Place::now().lane / 4] = kNoMax;
 
-    const int first = sm.first, last = sm.last;
+    // `last` is read anew each time: registers are scarce.
+    auto last = [&]() { return sm.last; };
 
-    // Fill the pipeline: scores of two tiles, probabilities of one.
-    if (first <= last) {
-      scores(first);
+    // Scores and probabilities of the pair that starts at `tile`.
+    auto prepare = [&](int tile) {
+      scores(tile, 0);
+      const bool two = tile < last();
+      if (two) scores(tile + 1, 1);
       __syncthreads();
-      if (has_group) softmax(first);
-      if (first < last) scores(first + 1);
-    }
-    __syncthreads();
-
-    // One step a tile.
+      const bool grown = has_group && softmax(tile, two);
+      return __syncthreads_or(grown) != 0;
+    };
+    if (sm.first <= last()) prepare(sm.first);
     bool changed = false;
 #pragma unroll 1
-    for (int step = first; step <= last; ++step) {
-      bool grown = false;
-      b.issue(step + kStages - 1, step > 0 ? sm.info[(step + kStages - 1) & (kDescs - 1)] : kNone);
-      if (changed) rescale(step);
-      if (has_group && step < last) grown = softmax(step + 1);
-      values(step);
-      if (step % (kWarps / 2) == 0 && step >= kWarps) look_ahead(step);
-      if (step + 2 <= last) scores(step + 2);
-      changed = __syncthreads_or(grown);
+    for (int tile = sm.first; tile <= last(); tile += 2) {
+      if (changed) rescale();
+      values(tile, 0);
+      if (tile < last()) values(tile + 1, 1);
+      __syncthreads();
+      // The slots of eight tiles are looked up when the eight before them are entered, and settled in the step after (twice, if
+      // that step is a single tile); their copies start no sooner than the step after that.
+      if (tile >= kWarps && tile % kWarps <= 1) b.settle((tile / kWarps + 1) * kWarps + Place::now().warp);
+      b.issue(tile + 4, sm.info[(tile + 4) & (kDescs - 1)]);
+      const bool two = tile < last();
+      if (two) b.issue(tile + 5, sm.info[(tile + 5) & (kDescs - 1)]);
+      const int next = two ? tile + 2 : tile + 1;
+      if (next / kWarps != tile / kWarps) b.look_up((next / kWarps + 1) * kWarps + Place::now().warp, kWarps);
+      changed = next <= last() && prepare(next);
     }
 
     // The piece is done: share each row's (m, l), then write either the output or a partial.
     const Place me = Place::now();
     const Walk item = sm.item;
-    const Request r = sm.plan.request[item.request];
+    const Request r = request_of(p, item.request);
     const int rows = r.rows << p.heads_log2, row0 = b.row_tile() * kRows;
     const int64_t out_row = (static_cast<int64_t>(r.q_begin) << p.heads_log2) + row0;
     const int slot = kExact ? item.id : (sm.unit + item.id) * sm.plan.team + sm.member;
@@ -487,8 +496,9 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       weight += __shfl_xor_sync(~0u, weight, 2);
       const int row = 8 * group_of(me) + me.lane / 4;
       if (me.lane % 4 == 0) {
-        sm.row_scale[row] = weight > 0.0f ? 1.0f / weight : 0.0f;
+        sm.rescale[row] = weight > 0.0f ? 1.0f / weight : 0.0f;
         if (fits && row0 + row < rows) {
+          const float m = sm.row_m[row];
           if (item.direct) p.lse[out_row + row] = natural_lse(m, l);
           else p.partial_ml[partial_row + row] = make_float4(m, l, weight, 0.0f);
         }
@@ -499,7 +509,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     for (int i = 0; i < 2 * L::kMTiles; ++i) {
       const int row = 8 * i + me.lane / 4;
       if (!fits || row0 + row >= rows) continue;
-      const float scale = sm.row_scale[row];
+      const float scale = sm.rescale[row];
 #pragma unroll
       for (int c = 0; c < L::kColumns / 8; ++c) {
         const int column = L::kColumns * me.warp + 8 * c + 2 * (me.lane % 4);
