@@ -168,17 +168,28 @@ struct Block {
     if (me.lane == 0 && block && sm.info[desc] != kNone) sm.info[desc] |= kBlock;
   }
 
-  // Starts the copy of tile `n`, whose `info` is given: one copy where its slots are 16 neighbours, else two rows a warp.
-  __device__ void issue(int n, int info) {
+  // Starts the copies of tiles `n` and, if `two`, `n + 1`: one copy where a tile's slots are 16 neighbours, else two rows a warp.
+  __device__ void issue(int n, bool two) {
     const Place me = Place::now();
-    const int desc = n & (kDescs - 1), stage = n & (kStages - 1), row = (me.lane + 2 * me.warp) & (kTile - 1);
-    const int slot = sm.slots[desc][row];
-    const bool block = info & kBlock, leads = me.warp == (n & (kWarps - 1)) && me.lane == 0;
-    if (block ? leads : info != kNone && me.lane < 2) {
-      const uint32_t bar = smem_addr(&sm.full[stage]), dst = smem_addr(sm.ring[stage]);
-      if (leads) mbarrier_expect(bar, kTileBytes);
-      copy_rows(block ? dst : dst + row * kRowBytes, block ? tile_map : rows_map, block ? slot - row : slot, bar);
+    const int info0 = sm.info[n & (kDescs - 1)], info1 = two ? sm.info[(n + 1) & (kDescs - 1)] : kNone;
+    if (info0 & info1 & kBlock) {                   // the rule in a long prefix: two lanes of one warp do it all
+      if (me.warp == (n & (kWarps - 1)) && me.lane < 2) start(n + me.lane, 0, tile_map, true);
+      return;
     }
+    const int row = (me.lane + 2 * me.warp) & (kTile - 1);
+    for (int i = 0; i < 2; ++i) {
+      const int info = i == 0 ? info0 : info1;
+      const bool block = info & kBlock, leads = me.warp == ((n + i) & (kWarps - 1)) && me.lane == 0;
+      if (block ? leads : info != kNone && me.lane < 2) start(n + i, block ? 0 : row, block ? tile_map : rows_map, leads);
+    }
+  }
+
+  // One copy into tile `n` from row `row` on, out of the slot looked up for that row.
+  __device__ void start(int n, int row, const CUtensorMap* map, bool leads) {
+    const int stage = n & (kStages - 1);
+    const uint32_t bar = smem_addr(&sm.full[stage]);
+    if (leads) mbarrier_expect(bar, kTileBytes);
+    copy_rows(smem_addr(sm.ring[stage]) + row * kRowBytes, map, sm.slots[n & (kDescs - 1)][row], bar);
   }
 
   // Which tokens of the tile the row at `row` of the row tile may see, as 16 bits.
@@ -438,7 +449,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");   // the plan was made in the ring
       __syncthreads();
 #pragma unroll 1
-      for (int n = 0; n < kStages; ++n) b.issue(n, sm.info[n]);
+      for (int n = 0; n < kStages; n += 2) b.issue(n, true);
     }
 #pragma unroll
     for (int i = 0; i < L::kMTiles; ++i)
@@ -472,9 +483,8 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       // The slots of eight tiles are looked up when the eight before them are entered, and settled in the step after (twice, if
       // that step is a single tile); their copies start no sooner than the step after that.
       if (tile >= kWarps && tile % kWarps <= 1) b.settle((tile / kWarps + 1) * kWarps + Place::now().warp);
-      b.issue(tile + 4, sm.info[(tile + 4) & (kDescs - 1)]);
       const bool two = tile < last();
-      if (two) b.issue(tile + 5, sm.info[(tile + 5) & (kDescs - 1)]);
+      b.issue(tile + 4, two);
       const int next = two ? tile + 2 : tile + 1;
       if (next / kWarps != tile / kWarps) b.look_up((next / kWarps + 1) * kWarps + Place::now().warp, kWarps);
       changed = next <= last() && prepare(next);
