@@ -378,7 +378,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     const float old = sm.row_m[8 * group + me.lane / 4], m = next_max(old, top);
     const float f = exp2_fast(old - m);
     l *= f, weight *= f;
-    // The shuffles above stand between every lane's reads of the exchange and the writes of P to the same place.
+    __syncwarp();                                   // P goes where other lanes have just read scores
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float e[4];

@@ -14,6 +14,8 @@ use crate::device::cuda::{Gpu, Kernel, Limits, Numerics, Tuning, Verify};
 
 /// KV bytes that must pass between two uses of the same buffer: several times any L2.
 const ROTATE_BYTES: usize = 512 << 20;
+/// The baseline is no question of bandwidth; its cells stop at this many prefix tokens in a launch, where it is hopeless anyway.
+const BASELINE_TOKENS: usize = 131_072;
 /// A graph holds about this much work, so that its own launch does not count.
 const GRAPH_US: f64 = 2000.0;
 
@@ -122,6 +124,9 @@ pub fn run(gpu: &Gpu, grid: &Grid, mut progress: impl FnMut(&Row)) -> Result<Rep
             for &slots in &grid.slots {
                 let cell = Cell::new(gpu, &cache, grid, (q, b, l), slots, &mut random)?;
                 for &(kernel, numerics) in &grid.kernels {
+                    if kernel == Kernel::Baseline && b * l > BASELINE_TOKENS {
+                        continue;
+                    }
                     let us = cell.measure(gpu, kernel, numerics, grid.repeats)?;
                     let (bytes, flops) = (cell_bytes(q, b, l, grid.heads), cell_flops(q, b, l, grid.heads));
                     let floor_us = (bytes as f64 / read_gbps / 1e3).max(flops as f64 / mma_tflops / 1e6);
@@ -194,8 +199,9 @@ impl<'a> Cell<'a> {
         let probe = self.graph(gpu, kernel, numerics, 1)?;
         self.replay_us(gpu, &probe)?;
         let once = self.replay_us(gpu, &probe)?;
-        let wanted = if self.sets.len() > 1 { self.sets.len() } else { 1 };
-        let launches = wanted.max((GRAPH_US / once) as usize).clamp(1, 512);
+        let worth = ((GRAPH_US / once) as usize).max(1);
+        // All sets in turn, so that every launch meets cold KV; the baseline reads each row many times and need not.
+        let launches = if kernel == Kernel::Baseline { worth } else { worth.max(self.sets.len()) }.clamp(1, 512);
         let graph = self.graph(gpu, kernel, numerics, launches)?;
         self.replay_us(gpu, &graph)?;
         let times = (0..repeats).map(|_| self.replay_us(gpu, &graph)).collect::<Result<Vec<_>, _>>()?;

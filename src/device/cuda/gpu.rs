@@ -57,6 +57,17 @@ pub fn cards() -> Result<Vec<Card>, CudaError> {
         .collect()
 }
 
+/// Freed device memory stays with the process: giving gigabytes back and mapping them again costs seconds.
+fn keep_freed_memory(context: &CudaContext) -> Result<(), CudaError> {
+    let (mut pool, mut threshold) = (std::ptr::null_mut(), u64::MAX);
+    // SAFETY: both calls write to, or read from, locals that outlive them; the device belongs to this context.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()).result().during("asking for the memory pool")?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()).result().during("keeping freed memory")
+    }
+}
+
 /// An opened card. Create and use it on the thread that will launch: contexts and graphs belong to threads.
 pub struct Gpu {
     pub context: Arc<CudaContext>,
@@ -92,6 +103,7 @@ impl Gpu {
         // and a capture would trip over them.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().during("creating a stream")?;
+        keep_freed_memory(&context)?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).during("asking a card's size")?;
         Ok(Self { context, stream, name: card.name, capability: card.capability, target, sms: sms as u32, driver, fatbins: None })
     }
