@@ -136,7 +136,7 @@ fn without_a_drafter_plain_decoding_alone_is_compared() {
 
 #[test]
 fn a_server_is_ready_after_its_gate_and_drains_before_it_ends() {
-    let mut server = Manager::start("", None);
+    let mut server = Manager::start("max_tokens = 8", None);
     server.wait_for("WATCHDOG=1");
     let said = server.said();
     let first = |text: &str| said.iter().position(|line| line.starts_with(text)).unwrap_or_else(|| panic!("no {text}: {said:?}"));
@@ -212,7 +212,7 @@ fn every_planted_kernel_fault_fails_and_a_layer_is_named() {
 #[cfg(feature = "faults")]
 #[test]
 fn a_failed_gate_that_blocks_ends_the_server_with_its_own_status() {
-    let mut server = Manager::start("on_failure = \"block\"", Some("kernel-error=2"));
+    let mut server = Manager::start("max_tokens = 8\non_failure = \"block\"", Some("kernel-error=2"));
     assert_eq!(server.exit(), 78);
     assert!(server.log().lines().any(|line| line.starts_with("kdtree: the gate failed: layer ")), "{}", server.log());
     let said = server.said();
@@ -223,7 +223,7 @@ fn a_failed_gate_that_blocks_ends_the_server_with_its_own_status() {
 #[cfg(feature = "faults")]
 #[test]
 fn a_failed_gate_with_baseline_serves_with_verify_off_and_says_so() {
-    let server = Manager::start("on_failure = \"baseline\"", Some("kernel-error=3"));
+    let server = Manager::start("max_tokens = 8\non_failure = \"baseline\"", Some("kernel-error=3"));
     server.wait_for("READY=1");
     server.wait_for("WATCHDOG=1");
     let metrics = server.get("/metrics").text();

@@ -14,7 +14,7 @@ use crate::http_support::wire::{Answer, Leave, Request, exchange};
 pub const WATCHDOG: Duration = Duration::from_millis(800);
 
 /// The longest a test waits for anything.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 pub struct Manager {
     child: Child,
