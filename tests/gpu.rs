@@ -93,16 +93,14 @@ impl Bench {
 
     /// Output and LSE of `samples` (row x heads + head) by the dense reference.
     fn dense(&self, cache: &Cache, lists: &Lists, inputs: &Inputs, samples: &[i32]) -> (Vec<f32>, Vec<f32>) {
-        let longest = (0..inputs.batch)
-            .map(|r| lists.kv_indptr[r + 1] - lists.kv_indptr[r] + lists.qo_indptr[r + 1] - lists.qo_indptr[r])
-            .max()
-            .unwrap_or(0);
+        let longest = (0..inputs.batch).map(|r| lists.kv_len[r] + lists.qo_indptr[r + 1] - lists.qo_indptr[r]).max().unwrap_or(0);
         let call = inputs.call(&self.gpu, &cache.rows);
         let mut params = VerifyParams {
             q: call.q,
             kv: cache.rows.base,
             qo_indptr: call.qo_indptr,
-            kv_indptr: call.kv_indptr,
+            kv_begin: call.kv_begin,
+            kv_len: call.kv_len,
             kv_indices: call.kv_indices,
             draft_slots: call.draft_slots,
             mask: call.mask,
@@ -250,7 +248,7 @@ impl Checker {
             let keys = |sample: i32| {
                 let row = sample as usize / heads;
                 let request = lists.qo_indptr.partition_point(|&first| first as usize <= row) - 1;
-                (lists.kv_indptr[request + 1] - lists.kv_indptr[request]) as usize + lists.mask[row].count_ones() as usize
+                lists.kv_len[request] as usize + lists.mask[row].count_ones() as usize
             };
             let mut worst = compare(&got, &samples, &want, scale, keys);
             worst.failures += got.out.iter().filter(|x| !x.is_finite()).count();
@@ -382,7 +380,7 @@ fn reference_equals_host_arithmetic() {
     for (i, &sample) in samples.iter().enumerate() {
         let row = sample as usize / HEADS;
         let r = row / 5;
-        let mut keys: Vec<i32> = lists.kv_indices[lists.kv_indptr[r] as usize..lists.kv_indptr[r + 1] as usize].to_vec();
+        let mut keys: Vec<i32> = lists.kv_indices[lists.kv_begin[r] as usize..][..lists.kv_len[r] as usize].to_vec();
         keys.extend((0..5).filter(|j| lists.mask[row] >> j & 1 == 1).map(|j| lists.draft_slots[r * 5 + j]));
         let scores: Vec<f64> = keys
             .iter()
@@ -436,7 +434,8 @@ fn graph_replay_with_changed_lengths_equals_eager_bit_for_bit_and_runs_repeat() 
         cache.fill_array(&b.gpu, &inputs.q, 0.5, 77).unwrap();
         let upload = |inputs: &mut Inputs, l: &Lists, gpu: &Gpu| {
             gpu.stream.memcpy_htod(&l.qo_indptr, &mut inputs.qo_indptr).unwrap();
-            gpu.stream.memcpy_htod(&l.kv_indptr, &mut inputs.kv_indptr).unwrap();
+            gpu.stream.memcpy_htod(&l.kv_begin, &mut inputs.kv_begin).unwrap();
+            gpu.stream.memcpy_htod(&l.kv_len, &mut inputs.kv_len).unwrap();
             gpu.stream.memcpy_htod(&l.kv_indices, &mut inputs.kv_indices).unwrap();
             if !l.mask.is_empty() {
                 gpu.stream.memcpy_htod(&l.draft_slots, &mut inputs.draft_slots).unwrap();
@@ -506,7 +505,7 @@ fn exact_gives_a_request_the_same_bits_alone_batched_in_a_chain_in_a_tree_and_af
 
             // Among 32: the same request at a random place between others of any length and size.
             let place = b.random.below(32);
-            let mut batch = Lists { qo_indptr: vec![0], kv_indptr: vec![0], ..Lists::default() };
+            let mut batch = Lists { qo_indptr: vec![0], ..Lists::default() };
             let mut batch_q = Vec::new();
             let mut first_row = 0;
             for i in 0..32 {
@@ -521,10 +520,11 @@ fn exact_gives_a_request_the_same_bits_alone_batched_in_a_chain_in_a_tree_and_af
                     let start = b.random.below(cache.capacity());
                     cache.lists(std::slice::from_ref(&other), Slots::Random, start, 0)
                 };
+                batch.kv_begin.push(batch.kv_indices.len() as i32);
+                batch.kv_len.extend(&one.kv_len);
                 batch.kv_indices.extend(&one.kv_indices);
                 batch.draft_slots.extend(&one.draft_slots);
                 batch.mask.extend(&one.mask);
-                batch.kv_indptr.push(batch.kv_indices.len() as i32);
                 batch.qo_indptr.push(batch.draft_slots.len() as i32);
             }
             let together = run(&b, &batch, &batch_q, 16);
@@ -533,7 +533,8 @@ fn exact_gives_a_request_the_same_bits_alone_batched_in_a_chain_in_a_tree_and_af
             // The path as a chain.
             let chain = Lists {
                 qo_indptr: vec![0, path.len() as i32],
-                kv_indptr: alone.kv_indptr.clone(),
+                kv_begin: vec![0],
+                kv_len: alone.kv_len.clone(),
                 kv_indices: alone.kv_indices.clone(),
                 draft_slots: path.iter().map(|&r| alone.draft_slots[r]).collect(),
                 mask: (0..path.len()).map(|i| u64::MAX >> (63 - i)).collect(),
@@ -553,7 +554,8 @@ fn exact_gives_a_request_the_same_bits_alone_batched_in_a_chain_in_a_tree_and_af
                 slots.extend(path[..i].iter().map(|&r| alone.draft_slots[r]));
                 let committed = Lists {
                     qo_indptr: vec![0, 1],
-                    kv_indptr: vec![0, slots.len() as i32],
+                    kv_begin: vec![0],
+                    kv_len: vec![slots.len() as i32],
                     kv_indices: slots,
                     draft_slots: vec![alone.draft_slots[row]],
                     mask: vec![1],

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(512) reference_dense(const VerifyPa
   int request = 0;
   while (p.qo_indptr[request + 1] <= row) ++request;
   const int q_begin = p.qo_indptr[request], q_len = p.qo_indptr[request + 1] - q_begin;
-  const int kv_begin = p.kv_indptr[request], prefix = p.kv_indptr[request + 1] - kv_begin;
+  const int kv_begin = p.kv_begin[request], prefix = p.kv_len[request];
   const __nv_bfloat16* q = p.q + static_cast<int64_t>(samples[blockIdx.x]) * kRow;
   float* scores = scratch + blockIdx.x * scratch_keys;
   const float scale = p.scale_log2 * 0.69314718055994531f;

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) verify_baseline(const 
   while (request < p.batch && p.qo_indptr[request + 1] <= row) ++request;
   if (request == p.batch) return;
   const int q_begin = p.qo_indptr[request], q_len = p.qo_indptr[request + 1] - q_begin;
-  const int kv_begin = p.kv_indptr[request], prefix = p.kv_indptr[request + 1] - kv_begin;
+  const int kv_begin = p.kv_begin[request], prefix = max(p.kv_len[request], 0);
   const uint64_t in_request = q_len >= 64 ? ~0ull : (1ull << q_len) - 1;
   const uint64_t mask = p.mask[row] & in_request;
   const int keys = prefix + __popcll(mask);

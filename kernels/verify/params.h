@@ -21,7 +21,8 @@ struct VerifyParams {
   __nv_bfloat16* out;             // [rows][heads][512]
   float* lse;                     // [rows][heads], natural log; -inf where a row sees no key
   const int32_t* qo_indptr;       // [batch + 1], draft rows of request r are qo_indptr[r] .. qo_indptr[r + 1]
-  const int32_t* kv_indptr;       // [batch + 1], the same for its prefix in kv_indices
+  const int32_t* kv_begin;        // [batch], where its prefix starts in kv_indices: tables may lie anywhere, in any order
+  const int32_t* kv_len;          // [batch], tokens of its prefix
   const int32_t* kv_indices;      // prefix slots
   const int32_t* draft_slots;     // [rows]
   const uint64_t* mask;           // [rows], bit j: row j of this request is me or my ancestor
@@ -39,4 +40,4 @@ struct VerifyParams {
   float split_root;               // at most split_root x sqrt(prefix) pieces a request (fast scheduler)
   int32_t partials;               // capacity of the partial buffers, in row tiles
 };
-static_assert(sizeof(VerifyParams) == 136, "mirrored in Rust");
+static_assert(sizeof(VerifyParams) == 144, "mirrored in Rust");

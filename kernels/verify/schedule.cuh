@@ -28,8 +28,8 @@ struct PlanScratch {
 
 // A request's lengths, from the lists; after the first time they are in the nearest cache.
 __device__ inline Request request_of(const VerifyParams& p, int r) {
-  const int kv0 = __ldg(p.kv_indptr + r), kv1 = __ldg(p.kv_indptr + r + 1), q0 = __ldg(p.qo_indptr + r), q1 = __ldg(p.qo_indptr + r + 1);
-  return {kv0, max(kv1 - kv0, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
+  const int begin = __ldg(p.kv_begin + r), prefix = __ldg(p.kv_len + r), q0 = __ldg(p.qo_indptr + r), q1 = __ldg(p.qo_indptr + r + 1);
+  return {begin, max(prefix, 0), q0, min(max(q1 - q0, 0), kMaxRows)};
 }
 
 enum TileKind { kWhole = 0, kPrefixEnd = 1, kDraft = 2, kGathered = 3, kNone = 4 };

@@ -88,7 +88,9 @@ pub struct RequestShape {
 #[derive(Clone, Debug, Default)]
 pub struct Lists {
     pub qo_indptr: Vec<i32>,
-    pub kv_indptr: Vec<i32>,
+    /// Where each request's prefix starts in `kv_indices`, and its tokens.
+    pub kv_begin: Vec<i32>,
+    pub kv_len: Vec<i32>,
     pub kv_indices: Vec<i32>,
     pub draft_slots: Vec<i32>,
     pub mask: Vec<u64>,
@@ -124,7 +126,7 @@ impl Cache {
     }
 
     /// Gives a case its slots, from place `start` of the cache's order on (and round again when it is used up). `before` words of
-    /// garbage precede the first prefix and follow the last.
+    /// garbage precede every prefix and follow the last.
     pub fn lists(&self, requests: &[RequestShape], slots: Slots, start: usize, before: usize) -> Lists {
         let mut at = match slots {
             Slots::Random => start,
@@ -140,13 +142,14 @@ impl Cache {
             at += if slots == Slots::Blocks { tokens.next_multiple_of(TILE) } else { tokens };
         };
         let garbage = [i32::MAX, -7, i32::MIN, 1 << 29];
-        let mut lists = Lists { qo_indptr: vec![0], kv_indptr: vec![before as i32], ..Lists::default() };
-        lists.kv_indices.extend(garbage.iter().cycle().take(before));
+        let mut lists = Lists { qo_indptr: vec![0], ..Lists::default() };
         for request in requests {
+            lists.kv_indices.extend(garbage.iter().cycle().take(before));
+            lists.kv_begin.push(lists.kv_indices.len() as i32);
+            lists.kv_len.push(request.prefix as i32);
             take(request.prefix, &mut lists.kv_indices);
             take(request.mask.len(), &mut lists.draft_slots);
             lists.mask.extend(&request.mask);
-            lists.kv_indptr.push(lists.kv_indices.len() as i32);
             lists.qo_indptr.push(lists.draft_slots.len() as i32);
         }
         lists.kv_indices.extend(garbage.iter().cycle().take(before));
@@ -166,9 +169,8 @@ impl Cache {
     /// NaN everywhere but in the slots that `inputs` names, which get numbers that depend on slot and seed only.
     pub fn poison_all_but(&self, gpu: &Gpu, lists: &Lists, inputs: &Inputs, scale: f32, seed: u64) -> Result<(), CudaError> {
         poison(gpu, &self.kv)?;
-        let first = lists.kv_indptr[0] as usize;
-        let prefix = *lists.kv_indptr.last().unwrap_or(&0) as usize - first;
-        for (list, offset, count) in [(&inputs.kv_indices, first, prefix), (&inputs.draft_slots, 0, lists.draft_slots.len())] {
+        let prefixes = lists.kv_begin.iter().zip(&lists.kv_len).map(|(&begin, &len)| (&inputs.kv_indices, begin as usize, len as usize));
+        for (list, offset, count) in prefixes.chain([(&inputs.draft_slots, 0, lists.draft_slots.len())]) {
             if count == 0 {
                 continue;
             }
@@ -210,7 +212,8 @@ pub struct Inputs {
     pub out: CudaSlice<u16>,
     pub lse: CudaSlice<f32>,
     pub qo_indptr: CudaSlice<i32>,
-    pub kv_indptr: CudaSlice<i32>,
+    pub kv_begin: CudaSlice<i32>,
+    pub kv_len: CudaSlice<i32>,
     pub kv_indices: CudaSlice<i32>,
     pub draft_slots: CudaSlice<i32>,
     pub mask: CudaSlice<u64>,
@@ -232,7 +235,8 @@ impl Inputs {
             out: gpu.stream.alloc_zeros(rows * heads * 512).during("allocating outputs")?,
             lse: gpu.stream.alloc_zeros(rows * heads).during("allocating log-sum-exps")?,
             qo_indptr: up(gpu, &lists.qo_indptr)?,
-            kv_indptr: up(gpu, &lists.kv_indptr)?,
+            kv_begin: up(gpu, &lists.kv_begin)?,
+            kv_len: up(gpu, &lists.kv_len)?,
             kv_indices: up(gpu, &lists.kv_indices)?,
             draft_slots: up(gpu, &lists.draft_slots)?,
             mask: up(gpu, &lists.mask)?,
@@ -250,7 +254,8 @@ impl Inputs {
             out: self.out.device_ptr(&gpu.stream).0,
             lse: self.lse.device_ptr(&gpu.stream).0,
             qo_indptr: self.qo_indptr.device_ptr(&gpu.stream).0,
-            kv_indptr: self.kv_indptr.device_ptr(&gpu.stream).0,
+            kv_begin: self.kv_begin.device_ptr(&gpu.stream).0,
+            kv_len: self.kv_len.device_ptr(&gpu.stream).0,
             kv_indices: self.kv_indices.device_ptr(&gpu.stream).0,
             draft_slots: self.draft_slots.device_ptr(&gpu.stream).0,
             mask: self.mask.device_ptr(&gpu.stream).0,

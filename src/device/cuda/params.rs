@@ -18,7 +18,8 @@ pub struct VerifyParams {
     pub out: CUdeviceptr,
     pub lse: CUdeviceptr,
     pub qo_indptr: CUdeviceptr,
-    pub kv_indptr: CUdeviceptr,
+    pub kv_begin: CUdeviceptr,
+    pub kv_len: CUdeviceptr,
     pub kv_indices: CUdeviceptr,
     pub draft_slots: CUdeviceptr,
     pub mask: CUdeviceptr,
@@ -43,9 +44,9 @@ mod tests {
 
     #[test]
     fn the_mirror_has_the_size_that_the_header_asserts() {
-        assert_eq!(size_of::<VerifyParams>(), 136);
+        assert_eq!(size_of::<VerifyParams>(), 144);
         let header = include_str!("../../../kernels/verify/params.h");
-        assert!(header.contains("static_assert(sizeof(VerifyParams) == 136"));
+        assert!(header.contains("static_assert(sizeof(VerifyParams) == 144"));
         assert!(header.contains(&format!("kSmemLimit = {SHARED_LIMIT};")));
         assert!(header.contains(&format!("kMaxBatch = {MAX_BATCH};")));
         assert!(header.contains(&format!("kMaxRows = {MAX_ROWS};")));
@@ -62,6 +63,6 @@ mod tests {
         let rust =
             fields(mirror, "pub struct VerifyParams {", |line| Some(line.trim().strip_prefix("pub ")?.split(':').next()?.to_owned()));
         assert_eq!(cpp, rust);
-        assert_eq!(rust.len(), 22);
+        assert_eq!(rust.len(), 23);
     }
 }

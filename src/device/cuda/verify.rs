@@ -81,15 +81,17 @@ pub struct Call<'a> {
     pub lse: CUdeviceptr,
     /// i32 \[batch + 1\]: draft rows of request r are `qo_indptr[r] .. qo_indptr[r + 1]`.
     pub qo_indptr: CUdeviceptr,
-    /// i32 \[batch + 1\]: its prefix is `kv_indptr[r] .. kv_indptr[r + 1]` in `kv_indices`.
-    pub kv_indptr: CUdeviceptr,
+    /// i32 \[batch\]: its prefix starts at `kv_begin[r]` in `kv_indices`; prefixes may lie anywhere in it, in any order.
+    pub kv_begin: CUdeviceptr,
+    /// i32 \[batch\]: tokens of its prefix.
+    pub kv_len: CUdeviceptr,
     /// i32: slots of the prefixes.
     pub kv_indices: CUdeviceptr,
     /// i32 \[rows\]: slots of the draft rows.
     pub draft_slots: CUdeviceptr,
     /// u64 \[rows\]: bit j = row j of this request is me or my ancestor. Ancestors come before their descendants.
     pub mask: CUdeviceptr,
-    /// Requests in this bucket; unused ones have no rows and no prefix.
+    /// Requests in this bucket; unused ones have no rows (and are then skipped whatever their prefix).
     pub batch: usize,
     /// Draft rows in this bucket, padding included.
     pub rows: usize,
@@ -218,7 +220,8 @@ impl Verify {
             out: call.out,
             lse: call.lse,
             qo_indptr: call.qo_indptr,
-            kv_indptr: call.kv_indptr,
+            kv_begin: call.kv_begin,
+            kv_len: call.kv_len,
             kv_indices: call.kv_indices,
             draft_slots: call.draft_slots,
             mask: call.mask,
