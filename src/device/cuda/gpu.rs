@@ -159,4 +159,24 @@ impl Gpu {
         unsafe { result::launch_kernel(function.cu_function(), grid, (threads, 1, 1), shared, self.stream.cu_stream(), arguments) }
             .during("launching a kernel")
     }
+
+    /// Enqueues one kernel whose parameters take 8 bytes or less each ([`super::buffers::Argument::bits`]).
+    ///
+    /// # Safety
+    /// As for [`Gpu::launch`]: the values must match the kernel's parameters in order and type.
+    pub unsafe fn enqueue(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        shared: u32,
+        values: &mut [u64],
+    ) -> Result<(), CudaError> {
+        let mut pointers = [std::ptr::null_mut(); 32];
+        for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
+            *pointer = (&raw mut *value).cast();
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.launch(function, grid, threads, shared, &mut pointers[..values.len()]) }
+    }
 }
