@@ -7,6 +7,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use crate::device::Verify;
+use crate::device::cuda::Numerics;
 use crate::engine::options::{DeviceKind, EngineOptions};
 use crate::gate::GateConfig;
 use crate::server::ServerConfig;
@@ -65,6 +66,9 @@ pub struct Overrides {
     /// Verify attention: baseline kernel, both (returns the baseline), or the custom kernel
     #[arg(long, env = "KDTREE_VERIFY", value_enum)]
     pub verify: Option<Verify>,
+    /// Arithmetic of a CUDA device: fast, or exact (a request's bits do not depend on batch or tree)
+    #[arg(long, env = "KDTREE_NUMERICS", value_enum)]
+    pub numerics: Option<Numerics>,
     /// Rows verified per request and round: off, chain, auto or tree:N
     #[arg(long, env = "KDTREE_BUDGET", value_name = "BUDGET")]
     pub budget: Option<Budget>,
@@ -101,6 +105,7 @@ impl Overrides {
         set(&mut engine.drafter, &self.drafter);
         set(&mut engine.device, &self.device);
         set(&mut engine.verify, &self.verify);
+        set(&mut engine.numerics, &self.numerics);
         set(&mut engine.budget, &self.budget);
         set(&mut engine.ranks, &self.ranks);
         set(&mut engine.threads, &self.threads);

@@ -71,7 +71,7 @@ mod tests {
     use crate::device::cuda::image::Target;
 
     fn card(capability: (i32, i32)) -> gpu::Card {
-        gpu::Card { ordinal: 0, name: "a card".into(), capability, target: Target::for_capability(capability) }
+        gpu::Card { ordinal: 0, name: "a card".into(), capability, target: Target::for_capability(capability), memory: 96 << 30 }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::model::tensor::Matrix;
 use crate::speculate::tree::Tree;
 use host::HostExpert;
+use identity::DeviceIdentity;
 
 /// A fault of the device or of what it was asked to do.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -23,7 +24,7 @@ pub struct DeviceError(pub String);
 pub type Result<T> = std::result::Result<T, DeviceError>;
 
 /// Which verify attention runs: `off` = baseline, `validate` = both (returns the baseline), `on` = custom.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Verify {
     Off,
@@ -177,6 +178,27 @@ pub struct Admission {
     pub logprobs: Option<u32>,
     /// Keep the drafter's context of this request (false where it never drafts).
     pub drafts: bool,
+}
+
+/// Which of a round's two recordable parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Blocks, drafter, marginals, growth.
+    Draft,
+    /// Trees, target, sampling, walk, commit, the drafter's context.
+    Verify,
+}
+
+/// What the launches of a planned round depend on: rounds of the same bucket may share one recording. Numbers are rounded up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Bucket {
+    pub phase: Phase,
+    pub rows: u16,
+    pub requests: u16,
+    /// Requests that draft.
+    pub drafting: u16,
+    /// Whether any request wants log-probabilities, has masks, has penalties or samples above temperature 0: one bit each.
+    pub extras: u8,
 }
 
 /// One request's part of a round.
@@ -369,7 +391,28 @@ pub trait Device: Sized + 'static {
     /// What the planned requests got, in the order of the plan (after `begin`: of the request that began). Waits for the device.
     fn read_round(&self, round: &mut Self::Round) -> Result<Vec<Outcome>>;
 
+    // ----- recording
+
+    /// Whether rounds are recorded: then buffers must have grown to their largest before (`Executor::reserve`).
+    const RECORDS: bool = false;
+
+    /// The bucket of the planned round; `None` = do not record.
+    fn bucket(&self, _round: &Self::Round, _phase: Phase) -> Option<Bucket> {
+        None
+    }
+
+    /// Enqueues what `body` enqueues: by running it, or by replaying a recording of an earlier call with the same bucket.
+    fn recorded(&self, _bucket: Option<Bucket>, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        body()
+    }
+
+    /// Every buffer has its final size: from here on nothing may be allocated.
+    fn settle(&self) {}
+
     // ----- looking in
+
+    /// What does the arithmetic.
+    fn identity(&self) -> DeviceIdentity;
 
     /// Log-probabilities of prompt rows: row i predicts `next[i]`.
     fn prompt_logprobs(&self, logits: &Self::Act, rows: &Self::Rows, next: &[u32], top: u32) -> Result<Vec<TokenLogprob>>;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::contract::{Event, Finished, LayerDiff, ModelInfo, Request, Sampling, Stop};
 use super::handle::Submission;
 use super::scheduler::Engine;
+use crate::device::identity::DeviceIdentity;
 use crate::device::{Device, DeviceError, Verify};
 use crate::model::tokenizer::Tokenizer;
 use crate::speculate::auto::LADDER;
@@ -33,6 +34,8 @@ pub trait Driver {
     fn take_validation(&mut self) -> Vec<LayerDiff>;
     fn tokenizer(&self) -> &Arc<Tokenizer>;
     fn info(&self) -> &ModelInfo;
+    /// What does the arithmetic.
+    fn device(&self) -> DeviceIdentity;
     /// A sign of life for the watchdog.
     fn beat(&self);
     /// What `/health` and the service manager are told while the engine is not ready yet.
@@ -73,6 +76,10 @@ impl<D: Device> Driver for Engine<D> {
 
     fn info(&self) -> &ModelInfo {
         Engine::info(self)
+    }
+
+    fn device(&self) -> DeviceIdentity {
+        Engine::device(self)
     }
 
     fn beat(&self) {

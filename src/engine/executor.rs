@@ -3,10 +3,12 @@
 
 use std::sync::Arc;
 
-use crate::device::{Admission, Device, HostTree, Limits, Outcome, Result, Share, Verify};
-use crate::engine::contract::{LayerDiff, TokenLogprob};
+use crate::device::{Admission, Device, HostTree, Limits, Outcome, Phase, Result, Share, Verify};
+use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
+use crate::engine::options::slots_of_request;
 use crate::model::drafter::Drafter;
 use crate::model::target::{Form, Target};
+use crate::speculate::budget::MAX_ROWS;
 
 /// What the engine tells its ranks to do.
 #[derive(Clone, Debug)]
@@ -65,7 +67,7 @@ impl<D: Device> Executor<D> {
     pub fn new(device: D, target: Target<D>, drafter: Option<Drafter<D>>, limits: &Limits, taps: usize) -> Result<Self> {
         let latents = device.latents(target.layer_count(), limits.slots, target.shape())?;
         let contexts = drafter.as_ref().map(|drafter| device.contexts(drafter.layer_count(), limits.slots, drafter.shape())).transpose()?;
-        Ok(Self {
+        let mut executor = Self {
             latents,
             contexts,
             round: device.round(limits)?,
@@ -79,7 +81,11 @@ impl<D: Device> Executor<D> {
             device,
             target,
             drafter,
-        })
+        };
+        if D::RECORDS {
+            executor.reserve(limits)?;
+        }
+        Ok(executor)
     }
 
     pub fn apply(&mut self, command: &Command) -> Result<()> {
@@ -115,32 +121,77 @@ impl<D: Device> Executor<D> {
     }
 
     fn draft(&mut self, shares: &[Share]) -> Result<()> {
-        let Self { device, round, .. } = self;
+        let Self { device, round, target, drafter, contexts, block_rows, .. } = self;
         device.plan(round, shares)?;
-        if let (Some(drafter), Some(contexts)) = (&mut self.drafter, &self.contexts)
-            && shares.iter().any(|share| share.rows > 1)
-        {
-            device.place_blocks(round, drafter.mask_token(), &mut self.block_rows)?;
-            drafter.draft(device, &mut self.target, &self.block_rows, contexts)?;
-            device.marginals(round, &self.target.logits)?;
-        }
-        device.grow(round)
+        let drafting = shares.iter().any(|share| share.rows > 1);
+        device.recorded(device.bucket(round, Phase::Draft), || {
+            if let (Some(drafter), Some(contexts), true) = (drafter, contexts, drafting) {
+                device.place_blocks(round, drafter.mask_token(), block_rows)?;
+                drafter.draft(device, target, block_rows, contexts)?;
+                device.marginals(round, &target.logits)?;
+            }
+            device.grow(round)
+        })
     }
 
     fn verify(&mut self, masks: &[(usize, Vec<u32>)]) -> Result<()> {
-        let Self { device, round, target, tree_rows, accepted, .. } = self;
-        device.place_trees(round, tree_rows)?;
+        let Self { device, round, target, drafter, latents, contexts, tree_rows, accepted, gathered, .. } = self;
         for (share, masks) in masks {
             device.set_masks(round, *share, masks)?;
         }
-        target.forward(device, tree_rows, Form::Absorbed, &mut self.latents)?;
-        target.head(device, tree_rows)?;
-        device.sample(round, &target.logits)?;
-        device.walk_and_commit(round, &mut self.latents, accepted)?;
-        if let (Some(drafter), Some(contexts)) = (&mut self.drafter, &mut self.contexts) {
-            device.gather_taps(&target.tapped, accepted, &mut self.gathered)?;
-            drafter.extend_context(device, &self.gathered, accepted, contexts)?;
+        device.recorded(device.bucket(round, Phase::Verify), || {
+            device.place_trees(round, tree_rows)?;
+            target.forward(device, tree_rows, Form::Absorbed, latents)?;
+            target.head(device, tree_rows)?;
+            device.sample(round, &target.logits)?;
+            device.walk_and_commit(round, latents, accepted)?;
+            if let (Some(drafter), Some(contexts)) = (drafter, contexts) {
+                device.gather_taps(&target.tapped, accepted, gathered)?;
+                drafter.extend_context(device, gathered, accepted, contexts)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Runs the largest prompt chunk and the largest rounds on made-up tokens, so that every buffer of the device has its final
+    /// size, then lets the device settle. Leaves no request behind; what it writes into the caches is never read.
+    pub fn reserve(&mut self, limits: &Limits) -> Result<()> {
+        let reach = slots_of_request(limits.context);
+        let admission = |prompt: usize| Admission {
+            sampling: Sampling::greedy(),
+            suppressed: Vec::new(),
+            free_from: 0,
+            prompt: vec![0; prompt],
+            slots: (0..reach).map(|position| (position % limits.slots) as u32).collect(),
+            logprobs: None,
+            drafts: true,
+        };
+        let tokens = limits.chunk_rows.min(limits.context - 1);
+        let start = limits.context - 1 - tokens;
+        for request in 0..limits.requests {
+            self.device.admit(&mut self.round, request, admission(1))?;
         }
+        let logprobs = Some((vec![0; tokens].into(), 1));
+        let chunk = Chunk { request: 0, start, tokens: vec![0; tokens].into(), last: true, drafts: true, logprobs, mask: None };
+        self.prefill(&chunk)?;
+        self.prompt_logprobs.clear();
+        self.read_round()?;
+        for request in 1..limits.requests {
+            let chunk = Chunk { request, start: 0, tokens: [0].into(), last: true, drafts: true, logprobs: None, mask: None };
+            self.prefill(&chunk)?;
+            self.read_round()?;
+        }
+        for requests in [limits.requests, (limits.verify_rows / MAX_ROWS).clamp(1, limits.requests)] {
+            let rows = if self.drafter.is_some() { (limits.verify_rows / requests).clamp(1, MAX_ROWS) } else { 1 };
+            let shares: Vec<Share> = (0..requests).map(|request| Share { request, rows, chain: false }).collect();
+            self.draft(&shares)?;
+            self.verify(&[])?;
+            self.read_round()?;
+        }
+        for request in 0..limits.requests {
+            self.device.retire(&mut self.round, request)?;
+        }
+        self.device.settle();
         Ok(())
     }
 

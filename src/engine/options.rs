@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::slots::BLOCK;
 use crate::device::Verify;
+use crate::device::cuda::Numerics;
 use crate::model::source::ModelSource;
 use crate::speculate::budget::{Budget, MAX_ROWS};
 
@@ -32,6 +33,8 @@ pub struct EngineOptions {
     pub device: DeviceKind,
     /// Verify attention: off (baseline kernel), validate (both), on (custom kernel).
     pub verify: Verify,
+    /// Arithmetic of a CUDA device: fast, or exact (a request's bits do not depend on batch or tree). The CPU is always exact.
+    pub numerics: Numerics,
     /// Rows verified per request and round: off, chain, auto, tree:N (N = 1 to 64 rows, root included).
     pub budget: Budget,
     /// Tensor-parallel ranks.
@@ -44,7 +47,7 @@ pub struct EngineOptions {
     pub max_waiting: usize,
     /// Longest prompt plus output, in tokens; 0 = 8192, or less where the model ends earlier.
     pub max_model_len: usize,
-    /// KV slots, in tokens; 0 = enough for every running request at full length, at most 2 GiB of cache.
+    /// KV slots, in tokens; 0 = enough for every running request at full length, at most 2 GiB of cache (CUDA: what the card has left).
     pub kv_tokens: usize,
     /// Prompt tokens per prefill chunk; running streams get a round between two chunks.
     pub chunk_tokens: usize,
@@ -58,6 +61,7 @@ impl Default for EngineOptions {
             served_name: String::new(),
             device: DeviceKind::Auto,
             verify: Verify::On,
+            numerics: Numerics::Fast,
             budget: Budget::Auto,
             ranks: 1,
             threads: 0,
@@ -73,8 +77,8 @@ impl Default for EngineOptions {
 /// Default context limit.
 const DEFAULT_CONTEXT: usize = 8192;
 
-/// Most bytes of cache taken without being asked for.
-const DEFAULT_CACHE_BYTES: usize = 2 << 30;
+/// Most bytes of cache taken from the machine's memory without being asked for.
+pub const DEFAULT_CACHE_BYTES: usize = 2 << 30;
 
 /// Rows of one verify pass, over all requests.
 pub const VERIFY_ROWS: usize = 512;
@@ -122,13 +126,13 @@ impl EngineOptions {
         wanted.min(positions)
     }
 
-    /// KV slots for contexts of `context` tokens and `bytes` of cache per slot.
-    pub fn slots(&self, context: usize, bytes: usize) -> usize {
+    /// KV slots for contexts of `context` tokens and `bytes` of cache per slot, within `most` bytes of cache.
+    pub fn slots(&self, context: usize, bytes: usize, most: usize) -> usize {
         if self.kv_tokens > 0 {
             return self.kv_tokens.next_multiple_of(BLOCK);
         }
         let one = slots_of_request(context);
-        let affordable = (DEFAULT_CACHE_BYTES / bytes.max(1)).max(one);
+        let affordable = (most / bytes.max(1)).max(one);
         (one * self.max_running).min(affordable).next_multiple_of(BLOCK)
     }
 }

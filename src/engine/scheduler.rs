@@ -11,6 +11,7 @@ use super::executor::{Chunk, Command};
 use super::handle::{Health, Inbox, Submission};
 use super::options::slots_of_request;
 use crate::cache::slots::Slots;
+use crate::device::identity::DeviceIdentity;
 use crate::device::{Admission, Device, DeviceError, Limits, Outcome, Share, Verify};
 use crate::faults::{Fault, fires, planted};
 use crate::model::tokenizer::Tokenizer;
@@ -73,6 +74,10 @@ impl<D: Device> Engine<D> {
 
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.setup.tokenizer
+    }
+
+    pub fn device(&self) -> DeviceIdentity {
+        self.ranks.identity()
     }
 
     pub fn info(&self) -> &ModelInfo {

@@ -9,9 +9,12 @@ use super::driver::{Driver, warm_up};
 use super::executor::Executor;
 use super::handle::{EngineHandle, Health, Inbox, Shared};
 use super::loading::Told;
-use super::options::{DeviceKind, EngineOptions, VERIFY_ROWS, slots_of_request};
+use super::options::{DEFAULT_CACHE_BYTES, DeviceKind, EngineOptions, VERIFY_ROWS, slots_of_request};
 use super::scheduler::{Engine, Setup};
 use crate::device::cpu::CpuDevice;
+use crate::device::cuda::collective::Meeting;
+use crate::device::cuda::gpu::{Card, usable_cards};
+use crate::device::cuda::{self, CudaDevice, Gpu};
 use crate::device::{Device, DeviceError, KernelFault, Limits};
 use crate::faults::{Fault, planted};
 use crate::model::checkpoint::Checkpoint;
@@ -49,7 +52,59 @@ pub struct Prepared {
     checkpoint: Arc<Checkpoint>,
     draft_checkpoint: Option<Arc<Checkpoint>>,
     limits: Limits,
+    place: Place,
 }
+
+/// Where the ranks will work.
+enum Place {
+    Cpu,
+    Cuda(Vec<Card>),
+}
+
+impl Place {
+    /// `auto` takes the cards where they can be used and says why not where they cannot.
+    fn choose(options: &EngineOptions) -> Result<Self, StartError> {
+        match options.device {
+            DeviceKind::Cpu => Ok(Self::Cpu),
+            DeviceKind::Cuda => {
+                let cards = usable_cards(options.ranks).map_err(|error| StartError::Options(format!("device cuda: {error}")))?;
+                Ok(Self::Cuda(cards))
+            }
+            DeviceKind::Auto => Ok(match usable_cards(options.ranks) {
+                Ok(cards) => Self::Cuda(cards),
+                Err(error) => {
+                    tracing::info!(reason = %error, "serving on the CPU");
+                    Self::Cpu
+                }
+            }),
+        }
+    }
+
+    /// Bytes of one cached value.
+    fn cache_value(&self) -> usize {
+        match self {
+            Self::Cpu => size_of::<f32>(),
+            Self::Cuda(_) => size_of::<half::bf16>(),
+        }
+    }
+
+    /// Most bytes of cache of a rank whose weights take `weights` bytes, without being asked.
+    fn cache_bytes(&self, weights: u64) -> usize {
+        match self {
+            Self::Cpu => DEFAULT_CACHE_BYTES,
+            Self::Cuda(cards) => {
+                let memory = cards.iter().map(|card| card.memory).min().unwrap_or(0);
+                (memory / 100 * CARD_PERCENT).saturating_sub(weights as usize + CARD_WORK_BYTES)
+            }
+        }
+    }
+}
+
+/// Share of a card's memory that is used.
+const CARD_PERCENT: usize = 94;
+
+/// Memory of a card for activations, logits, scratch and recorded rounds.
+const CARD_WORK_BYTES: usize = 6 << 30;
 
 impl Prepared {
     /// Reads configurations, tokenizer and headers.
@@ -71,7 +126,10 @@ impl Prepared {
         let mut cuts = config.tp_problems(options.ranks);
         cuts.extend(draft.iter().flat_map(|draft| draft.tp_problems(options.ranks)));
         Problems::unless_empty(&source.to_string(), cuts, ())?;
-        let limits = limits_of(&options, &config, draft.as_ref());
+        let place = Place::choose(&options)?;
+        let of_rank = |checkpoint: &Checkpoint| checkpoint.inventory().bytes_per_rank(options.ranks);
+        let weights = of_rank(&checkpoint) + draft_checkpoint.as_deref().map_or(0, of_rank);
+        let limits = limits_of(&options, &config, draft.as_ref(), &place, weights);
         let info = ModelInfo {
             name: served_name(&options, &source),
             vocab_size: config.vocab,
@@ -88,6 +146,7 @@ impl Prepared {
             checkpoint: Arc::new(checkpoint),
             draft_checkpoint,
             limits,
+            place,
             config,
             draft,
         })
@@ -129,12 +188,17 @@ impl Prepared {
         if let Some(drafter) = &self.draft_checkpoint {
             drafter.scan_values(&Silent)?;
         }
-        match self.options.device {
-            DeviceKind::Auto | DeviceKind::Cpu => {}
-            DeviceKind::Cuda => return Err(StartError::Options("device cuda: this binary serves on the CPU only".into())),
+        match &self.place {
+            Place::Cpu => {
+                let ranks = self.cpu_ranks(per_rank, progress)?;
+                self.serve(ranks, inbox, observer, before_ready)
+            }
+            Place::Cuda(cards) => {
+                tracing::info!(ranks = cards.len(), card = cards[0].name, numerics = ?self.options.numerics, "serving on CUDA");
+                let ranks = self.cuda_ranks(per_rank, progress)?;
+                self.serve(ranks, inbox, observer, before_ready)
+            }
         }
-        let ranks = self.cpu_ranks(per_rank, progress)?;
-        self.serve(ranks, inbox, observer, before_ready)
     }
 
     fn serve<D: Device>(
@@ -150,7 +214,7 @@ impl Prepared {
             tokenizer: self.tokenizer,
             info: self.info,
             budget: self.options.budget,
-            prior: prior_of(&self.config),
+            prior: prior_of(&self.config, &self.place),
             observer,
             verify: self.options.verify,
         };
@@ -169,19 +233,45 @@ impl Prepared {
     /// Every rank of the CPU device; rank 0 on this thread.
     fn cpu_ranks(&self, threads: usize, progress: Arc<Told>) -> Result<Ranks<CpuDevice>, DeviceError> {
         let size = self.options.ranks;
-        let mut ends: Vec<Option<Collective>> =
-            if size == 1 { vec![None] } else { Collective::group(size).into_iter().map(Some).collect() };
-        let ends = std::sync::Mutex::new(std::mem::take(&mut ends));
-        let (config, draft, limits) = (self.config.clone(), self.draft.clone(), self.limits.clone());
-        let (checkpoint, draft_checkpoint, verify) = (self.checkpoint.clone(), self.draft_checkpoint.clone(), self.options.verify);
-        let build = move |index: usize| {
+        let ends: Vec<Option<Collective>> = if size == 1 { vec![None] } else { Collective::group(size).into_iter().map(Some).collect() };
+        let (ends, verify) = (std::sync::Mutex::new(ends), self.options.verify);
+        self.ranks(threads, progress, move |index| {
             let end = ends.lock().unwrap_or_else(std::sync::PoisonError::into_inner)[index].take();
             let mut device = CpuDevice::new(verify, end);
             device.plant(planted_kernel_fault());
+            Ok(device)
+        })
+    }
+
+    /// Every rank of the CUDA device, rank r on card r.
+    fn cuda_ranks(&self, threads: usize, progress: Arc<Told>) -> Result<Ranks<CudaDevice>, DeviceError> {
+        let size = self.options.ranks;
+        let meeting = if size > 1 { Some(Meeting::new(size)?) } else { None };
+        let (limits, verify, numerics) = (self.limits.clone(), self.options.verify, self.options.numerics);
+        self.ranks(threads, progress, move |index| {
+            let gpu = Gpu::open(index)?;
+            let collective = meeting.as_ref().map(|meeting| cuda::collective::Collective::join(meeting, index, &gpu)).transpose()?;
+            let mut device = CudaDevice::new(gpu, numerics, verify, &limits, collective)?;
+            device.plant(planted_kernel_fault());
+            Ok(device)
+        })
+    }
+
+    /// Loads every rank on the device that `open` gives it, on the thread that will run it.
+    fn ranks<D: Device>(
+        &self,
+        threads: usize,
+        progress: Arc<Told>,
+        open: impl Fn(usize) -> Result<D, DeviceError> + Send + Sync + 'static,
+    ) -> Result<Ranks<D>, DeviceError> {
+        let size = self.options.ranks;
+        let (config, draft, limits) = (self.config.clone(), self.draft.clone(), self.limits.clone());
+        let (checkpoint, draft_checkpoint) = (self.checkpoint.clone(), self.draft_checkpoint.clone());
+        let build = move |index: usize| {
             let rank = Rank { index, size };
             // All ranks load at the same pace: one of them tells.
             let progress: &dyn Progress = if index == 0 { progress.as_ref() } else { &Silent };
-            load_rank(device, &config, draft.as_ref(), &checkpoint, draft_checkpoint.as_deref(), &limits, rank, progress)
+            load_rank(open(index)?, &config, draft.as_ref(), &checkpoint, draft_checkpoint.as_deref(), &limits, rank, progress)
         };
         Ranks::start(size, threads, Arc::new(build))
     }
@@ -228,16 +318,16 @@ fn load_rank<D: Device>(
     Executor::new(device, target, drafter, limits, taps.len())
 }
 
-fn limits_of(options: &EngineOptions, config: &TargetConfig, draft: Option<&DraftConfig>) -> Limits {
+fn limits_of(options: &EngineOptions, config: &TargetConfig, draft: Option<&DraftConfig>, place: &Place, weights: u64) -> Limits {
     let context = options.context(config.max_positions);
-    // The CPU caches are f32.
-    let bytes = 4 * (config.layers * config.slot_width() + draft.map_or(0, DraftConfig::slot_width));
+    let drafted = draft.map_or(0, DraftConfig::slot_width) / options.ranks;
+    let bytes = place.cache_value() * (config.layers * config.slot_width() + drafted);
     Limits {
         requests: options.max_running,
         verify_rows: VERIFY_ROWS.max(options.max_running),
         chunk_rows: options.chunk_tokens,
         context,
-        slots: options.slots(context, bytes),
+        slots: options.slots(context, bytes, place.cache_bytes(weights)),
         block: draft.map_or(1, |draft| draft.block_size),
         vocab: config.vocab,
     }
@@ -253,9 +343,9 @@ fn served_name(options: &EngineOptions, source: &ModelSource) -> String {
     }
 }
 
-/// A first guess of what rounds cost, from bytes at 20 GB/s; measured rounds replace it.
-fn prior_of(config: &TargetConfig) -> Prior {
-    let per_microsecond = 20_000.0;
+/// A first guess of what rounds cost, from bytes at 20 GB/s (a CPU) or 2 TB/s (a card); measured rounds replace it.
+fn prior_of(config: &TargetConfig, place: &Place) -> Prior {
+    let per_microsecond = if matches!(place, Place::Cpu) { 20_000.0 } else { 2_000_000.0 };
     let expert = 3.0 * (config.hidden * config.moe_intermediate) as f64 * 0.5625;
     let attention = config.hidden * (config.q_lora_rank + config.slot_width())
         + config.heads * (config.qk_dim() * config.q_lora_rank + (config.nope_dim + config.v_dim) * config.kv_lora_rank)

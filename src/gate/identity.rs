@@ -100,7 +100,7 @@ pub fn identify(driver: &mut dyn Driver, subject: &Subject<'_>) -> anyhow::Resul
     let (binary, model, drafter) = hashed?;
     Ok(Identity {
         binary,
-        device: DeviceIdentity::cpu(),
+        device: driver.device(),
         model,
         drafter,
         prompts: subject.set.sha256(),

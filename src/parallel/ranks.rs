@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
+use crate::device::identity::DeviceIdentity;
 use crate::device::{Device, DeviceError, HostTree, Outcome, Result};
 use crate::engine::contract::{LayerDiff, TokenLogprob};
 use crate::engine::executor::{Command, Executor};
@@ -83,6 +84,11 @@ impl<D: Device> Ranks<D> {
 
     pub fn take_validation(&self) -> Vec<LayerDiff> {
         self.first.take_validation()
+    }
+
+    /// What rank 0 computes on.
+    pub fn identity(&self) -> DeviceIdentity {
+        self.first.device.identity()
     }
 
     /// Rank 0.

@@ -519,6 +519,10 @@ impl Device for CpuDevice {
         Ok(x.data[..rows * x.width].to_vec())
     }
 
+    fn identity(&self) -> DeviceIdentity {
+        DeviceIdentity::cpu()
+    }
+
     fn take_validation(&self) -> Vec<LayerDiff> {
         self.validation.borrow_mut().take()
     }

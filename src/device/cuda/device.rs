@@ -6,13 +6,16 @@ use std::cell::RefCell;
 use super::CudaError;
 use super::attention::{Attention, CudaAbsorbed, CudaContexts, CudaLatents};
 use super::buffers::{CudaAct, CudaMatrix, CudaVector};
+use super::collective::Collective;
 use super::gpu::Gpu;
+use super::graphs::Graphs;
 use super::products::{CudaExperts, Products};
 use super::round::{CudaRound, RoundKernels};
 use super::rows::CudaRows;
 use super::scratch::Scratch;
 use super::verify::Numerics;
 use crate::device::host::HostExpert;
+use crate::device::identity::DeviceIdentity;
 use crate::device::*;
 use crate::engine::contract::{LayerDiff, TokenLogprob};
 use crate::model::tensor::Matrix;
@@ -34,11 +37,14 @@ pub struct CudaDevice {
     pub(super) products: Products,
     pub(super) attention: Attention,
     pub(super) rounds: RoundKernels,
+    pub(super) collective: Option<Collective>,
+    graphs: Graphs,
 }
 
 impl CudaDevice {
     /// Loads the kernels. `limits` are the sizes every buffer must hold.
-    pub fn new(gpu: Gpu, numerics: Numerics, verify: Verify, limits: &Limits) -> Result<Self> {
+    /// `collective` joins this rank to the others; `None` = it is alone.
+    pub fn new(gpu: Gpu, numerics: Numerics, verify: Verify, limits: &Limits, collective: Option<Collective>) -> Result<Self> {
         Ok(Self {
             products: Products::load(&gpu)?,
             attention: Attention::load(&gpu)?,
@@ -46,10 +52,17 @@ impl CudaDevice {
             scratch: RefCell::default(),
             limits: limits.clone(),
             fault: None,
+            collective,
+            graphs: Graphs::default(),
             gpu,
             numerics,
             verify,
         })
+    }
+
+    /// Allocations of scratch and recordings of rounds so far: neither grows once every bucket has been seen.
+    pub fn growth(&self) -> (u64, usize) {
+        (self.scratch.borrow().allocations, self.graphs.len())
     }
 
     /// Plants a fault in the custom verify kernel's inputs.
@@ -131,12 +144,15 @@ impl Device for CudaDevice {
         self.add_rows(x, y, rows)
     }
 
-    fn all_reduce(&self, _x: &mut CudaAct, _rows: &CudaRows) -> Result<()> {
-        Ok(())
+    fn all_reduce(&self, x: &mut CudaAct, rows: &CudaRows) -> Result<()> {
+        self.sum_over_ranks(x, rows.bound)
     }
 
     fn gather_columns(&self, x: &CudaAct, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        self.copy_rows(x, rows, out)
+        match &self.collective {
+            Some(_) => self.columns_of_ranks(x, rows.bound, out),
+            None => self.copy_rows(x, rows, out),
+        }
     }
 
     fn mla_project(
@@ -278,6 +294,25 @@ impl Device for CudaDevice {
 
     fn read_round(&self, round: &mut CudaRound) -> Result<Vec<Outcome>> {
         round.read(self)
+    }
+
+    const RECORDS: bool = true;
+
+    fn bucket(&self, round: &CudaRound, phase: Phase) -> Option<Bucket> {
+        round.bucket(phase)
+    }
+
+    fn recorded(&self, bucket: Option<Bucket>, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.graphs.run(&self.gpu, bucket, self.verify, body)
+    }
+
+    fn settle(&self) {
+        self.scratch.borrow_mut().freeze();
+        self.graphs.settle();
+    }
+
+    fn identity(&self) -> DeviceIdentity {
+        DeviceIdentity::cuda(&self.gpu)
     }
 
     fn prompt_logprobs(&self, logits: &CudaAct, rows: &CudaRows, next: &[u32], top: u32) -> Result<Vec<TokenLogprob>> {

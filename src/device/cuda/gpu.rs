@@ -9,6 +9,9 @@ use cudarc::nvrtc::Ptx;
 use super::error::{CudaError, During};
 use super::image::{self, Target};
 
+/// CUDA 13.0: what the kernels are built with.
+const OLDEST_DRIVER: i32 = 13000;
+
 /// What the driver says about a card, without opening it.
 #[derive(Clone, Debug)]
 pub struct Card {
@@ -17,6 +20,8 @@ pub struct Card {
     pub capability: (i32, i32),
     /// `None`: this build holds no machine code for it.
     pub target: Option<Target>,
+    /// Bytes of memory.
+    pub memory: usize,
 }
 
 /// Version of the CUDA driver as 1000 x major + 10 x minor, or why there is none. Never panics.
@@ -52,9 +57,34 @@ pub fn cards() -> Result<Vec<Card>, CudaError> {
             // SAFETY: `device` comes from the driver.
             let attribute = |a| unsafe { result::device::get_attribute(device, a) }.during("asking a card's capability");
             let capability = (attribute(MAJOR)?, attribute(MINOR)?);
-            Ok(Card { ordinal: i as usize, name, capability, target: Target::for_capability(capability) })
+            // SAFETY: as above.
+            let memory = unsafe { result::device::total_mem(device) }.during("asking a card's memory")?;
+            Ok(Card { ordinal: i as usize, memory, name, capability, target: Target::for_capability(capability) })
         })
         .collect()
+}
+
+/// The cards that `ranks` ranks would use, or why there are not enough.
+///
+/// # Errors
+/// Kernels, driver or cards are missing, or a card among the first `ranks` has another capability.
+pub fn usable_cards(ranks: usize) -> Result<Vec<Card>, CudaError> {
+    if !image::built() {
+        return Err(CudaError::BuiltWithout);
+    }
+    let driver = driver_version()?;
+    if driver < OLDEST_DRIVER {
+        return Err(CudaError::OldDriver { found: driver });
+    }
+    let mut cards = cards()?;
+    if cards.len() < ranks {
+        return Err(CudaError::NoSuchCard { ordinal: ranks - 1, count: cards.len() });
+    }
+    cards.truncate(ranks);
+    match cards.iter().find(|card| card.target.is_none()) {
+        Some(card) => Err(CudaError::Unsupported { name: card.name.clone(), capability: card.capability }),
+        None => Ok(cards),
+    }
 }
 
 /// Freed device memory stays with the process: giving gigabytes back and mapping them again costs seconds.
@@ -90,7 +120,7 @@ impl Gpu {
             return Err(CudaError::BuiltWithout);
         }
         let driver = driver_version()?;
-        if driver < 13000 {
+        if driver < OLDEST_DRIVER {
             return Err(CudaError::OldDriver { found: driver });
         }
         let cards = cards()?;

@@ -1,5 +1,7 @@
 //! The machine code in this binary, and which of it a card can run.
 
+use sha2::{Digest, Sha256};
+
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 /// Targets that every kernel is compiled for.
@@ -37,6 +39,17 @@ pub fn built() -> bool {
 /// The fatbin of a kernel file, by the path of its source with `_` for `/`, such as `verify_tree`.
 pub fn fatbin(name: &str) -> Option<&'static [u8]> {
     FATBINS.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes)
+}
+
+/// SHA-256 over names and bytes of all fatbins of this binary.
+pub fn all_sha256() -> String {
+    let mut hasher = Sha256::new();
+    for (name, bytes) in FATBINS {
+        hasher.update(name.as_bytes());
+        hasher.update((bytes.len() as u64).to_le_bytes());
+        hasher.update(bytes);
+    }
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -5,9 +5,11 @@
 
 pub mod attention;
 pub mod buffers;
+pub mod collective;
 pub mod device;
 pub mod error;
 pub mod gpu;
+pub mod graphs;
 pub mod image;
 pub mod kv;
 pub mod params;

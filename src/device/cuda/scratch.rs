@@ -42,9 +42,11 @@ pub enum Use {
     Rounded,
     /// Partial sums of split products.
     Partial,
+    /// What ranks gathered from each other.
+    Gathered,
 }
 
-const USES: usize = Use::Partial as usize + 1;
+const USES: usize = Use::Gathered as usize + 1;
 
 /// See the module.
 #[derive(Default)]

@@ -26,10 +26,11 @@ pub enum Kernel {
 }
 
 /// What the tree kernel's bits depend on. The baseline is exact either way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Numerics {
     /// Splits chosen for the whole batch.
+    #[default]
     Fast,
     /// Splits fixed by a row's own positions: the same request gives the same bits alone, batched, in a chain or in a tree.
     Exact,

@@ -6,7 +6,7 @@ use super::device::CudaDevice;
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::rows::CudaRows;
-use crate::device::{Admission, DeviceError, HostTree, Limits, Outcome, Result, Share};
+use crate::device::{Admission, Bucket, DeviceError, HostTree, Limits, Outcome, Phase, Result, Share};
 use crate::engine::contract::TokenLogprob;
 
 pub struct RoundKernels {}
@@ -46,6 +46,9 @@ impl CudaRound {
     }
     pub fn begin(&mut self, device: &CudaDevice, request: usize, prompt: usize, logits: &CudaAct, mask: Option<&[u32]>) -> Result<()> {
         missing()
+    }
+    pub fn bucket(&self, phase: Phase) -> Option<Bucket> {
+        None
     }
     pub fn plan(&mut self, device: &CudaDevice, shares: &[Share]) -> Result<()> {
         missing()

@@ -1,0 +1,61 @@
+//! Recorded rounds: one CUDA graph per bucket and verify mode, captured the first time such a round comes along and replayed from
+//! then on. What changes from round to round is device data, so a replay is one launch on the host.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+
+use cudarc::driver::CudaGraph;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+
+use super::error::During;
+use super::gpu::Gpu;
+use crate::device::{Bucket, Result, Verify};
+
+/// See the module.
+#[derive(Default)]
+pub struct Graphs {
+    recorded: RefCell<HashMap<(Bucket, Verify), CudaGraph>>,
+    /// Set once buffers have their final size: before, their addresses may still change.
+    settled: Cell<bool>,
+}
+
+impl Graphs {
+    pub fn settle(&self) {
+        self.settled.set(true);
+    }
+
+    /// Graphs captured so far.
+    pub fn len(&self) -> usize {
+        self.recorded.borrow().len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Replays the graph of `bucket`, capturing it from `body` if there is none; without a bucket, or before settling, runs `body`.
+    pub fn run(&self, gpu: &Gpu, bucket: Option<Bucket>, verify: Verify, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let Some(bucket) = bucket.filter(|_| self.settled.get()) else { return body() };
+        if let Some(graph) = self.recorded.borrow().get(&(bucket, verify)) {
+            return Ok(graph.launch().during("replaying a round")?);
+        }
+        let graph = capture(gpu, body)?;
+        if let Some(graph) = &graph {
+            graph.launch().during("starting a recorded round")?;
+        }
+        if let Some(graph) = graph {
+            self.recorded.borrow_mut().insert((bucket, verify), graph);
+        }
+        Ok(())
+    }
+}
+
+/// Captures what `body` enqueues. `None` when it enqueued nothing.
+fn capture(gpu: &Gpu, body: impl FnOnce() -> Result<()>) -> Result<Option<CudaGraph>> {
+    gpu.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).during("recording a round")?;
+    let done = body();
+    // A capture must be ended even when recording failed; the error of the body is the one that says why.
+    let graph = gpu.stream.end_capture(CUgraphInstantiate_flags(0)).during("ending the recording of a round");
+    done?;
+    Ok(graph?)
+}
