@@ -15,6 +15,7 @@ use kdtree::model::drafter::Drafter;
 use kdtree::model::progress::Silent;
 use kdtree::model::source::ModelSource;
 use kdtree::model::target::{Form, Target, rope_table};
+use kdtree::model::weights::Stored;
 use kdtree::parallel::Rank;
 use kdtree::speculate::budget::Budget;
 use safetensors::SafeTensors;
@@ -69,8 +70,18 @@ fn every_stored_tensor_is_reproduced() {
     let mut device = CpuDevice::new(Verify::On, None);
     device.set_rope(rope_table(&config.rope, context), Some(rope_table(&draft_config.rope, context))).unwrap();
     device.record_routes();
-    let mut target = Target::load(&device, &checkpoint, &config, &draft_config.taps, Rank::SOLE, &limits, &Silent).unwrap();
-    let mut drafter = Drafter::load(&device, &draft_checkpoint, &draft_config, Rank::SOLE, &limits).unwrap();
+    let mut target = Target::load(
+        &device,
+        &Stored { device: &device, checkpoint: &checkpoint },
+        &config,
+        &draft_config.taps,
+        Rank::SOLE,
+        &limits,
+        &Silent,
+    )
+    .unwrap();
+    let mut drafter =
+        Drafter::load(&device, &Stored { device: &device, checkpoint: &draft_checkpoint }, &draft_config, Rank::SOLE, &limits).unwrap();
     let mut latents = device.latents(config.layers, limits.slots, target.shape()).unwrap();
     let mut contexts = device.contexts(drafter.layer_count(), limits.slots, drafter.shape()).unwrap();
     let mut round = device.round(&limits).unwrap();

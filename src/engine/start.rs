@@ -25,6 +25,7 @@ use crate::model::progress::{Progress, Silent};
 use crate::model::source::ModelSource;
 use crate::model::target::{Target, rope_table};
 use crate::model::tokenizer::Tokenizer;
+use crate::model::weights::Stored;
 use crate::parallel::Rank;
 use crate::parallel::collective::Collective;
 use crate::parallel::ranks::{Ranks, pool};
@@ -310,9 +311,10 @@ fn load_rank<D: Device>(
     let positions = slots_of_request(limits.context);
     device.set_rope(rope_table(&config.rope, positions), draft.map(|draft| rope_table(&draft.rope, positions)))?;
     let taps = draft.map_or(&[][..], |draft| &draft.taps);
-    let target = Target::load(&device, checkpoint, config, taps, rank, limits, progress)?;
+    let stored = |checkpoint| Stored { device: &device, checkpoint };
+    let target = Target::load(&device, &stored(checkpoint), config, taps, rank, limits, progress)?;
     let drafter = match (draft, draft_checkpoint) {
-        (Some(draft), Some(checkpoint)) => Some(Drafter::load(&device, checkpoint, draft, rank, limits)?),
+        (Some(draft), Some(checkpoint)) => Some(Drafter::load(&device, &stored(checkpoint), draft, rank, limits)?),
         _ => None,
     };
     Executor::new(device, target, drafter, limits, taps.len())

@@ -1,11 +1,12 @@
 //! The DFlash drafter, written once for every device: a small dense transformer whose context keys and values come from the target's
 //! tapped layers, and which fills a block `[anchor, MASK ...]` in one pass. Embedding and head are the target's.
 
-use super::checkpoint::Checkpoint;
+use std::marker::PhantomData;
+
 use super::config::{DraftConfig, DraftLayer};
 use super::target::Target;
-use super::tensor::{Cut, Matrix};
-use crate::device::host::stack;
+use super::tensor::Cut;
+use super::weights::{Piece, Weights};
 use crate::device::{Device, DraftAttention, DraftMask, GqaShape, Limits, Mlp, Result};
 use crate::parallel::Rank;
 
@@ -33,18 +34,18 @@ struct Layer<D: Device> {
 }
 
 impl<D: Device> Drafter<D> {
-    pub fn load(device: &D, checkpoint: &Checkpoint, config: &DraftConfig, rank: Rank, limits: &Limits) -> Result<Self> {
-        let loader = Loader { device, checkpoint, config, rank };
+    pub fn load(device: &D, weights: &impl Weights<D>, config: &DraftConfig, rank: Rank, limits: &Limits) -> Result<Self> {
+        let loader = Loader { weights, config, rank, device: PhantomData };
         let (hidden, rows, shape) = (config.hidden, limits.rows(), shape_of(config, rank));
         let layers: Result<Vec<Layer<D>>> = config.layers.iter().enumerate().map(|(at, layer)| loader.layer(at, layer)).collect();
         Ok(Self {
             shape,
             eps: config.rms_norm_eps,
             mask_token: config.mask_token_id,
-            fc: device.matrix(checkpoint.matrix("fc.weight", [hidden, config.taps.len() * hidden])?)?,
-            hidden_norm: loader.vector("hidden_norm.weight", hidden)?,
+            fc: weights.matrix(&[loader.piece("fc.weight", [hidden, config.taps.len() * hidden], Cut::Whole)])?,
+            hidden_norm: weights.vector("hidden_norm.weight", hidden)?,
             layers: layers?,
-            norm: loader.vector("norm.weight", hidden)?,
+            norm: weights.vector("norm.weight", hidden)?,
             x: device.act(rows, hidden)?,
             normed: device.act(rows, hidden)?,
             attended: device.act(rows, shape.heads * shape.head)?,
@@ -101,53 +102,49 @@ pub fn shape_of(config: &DraftConfig, rank: Rank) -> GqaShape {
     }
 }
 
-struct Loader<'a, D: Device> {
-    device: &'a D,
-    checkpoint: &'a Checkpoint,
+struct Loader<'a, D: Device, W: Weights<D>> {
+    weights: &'a W,
     config: &'a DraftConfig,
     rank: Rank,
+    device: PhantomData<D>,
 }
 
-impl<D: Device> Loader<'_, D> {
-    fn vector(&self, name: &str, size: usize) -> Result<D::Vector> {
-        self.device.vector(&self.checkpoint.vector(name, size)?)
-    }
-
-    fn cut(&self, name: &str, shape: [usize; 2], cut: Cut) -> Result<Matrix<'_>> {
-        Ok(self.checkpoint.matrix(name, shape)?.cut(cut, self.rank.index, self.rank.size))
+impl<D: Device, W: Weights<D>> Loader<'_, D, W> {
+    fn piece(&self, name: impl Into<String>, shape: [usize; 2], cut: Cut) -> Piece {
+        Piece::new(name, shape, cut, self.rank)
     }
 
     /// This rank's key (or value) heads.
-    fn key_heads(&self, name: &str) -> Result<Matrix<'_>> {
+    fn key_heads(&self, name: &str) -> Piece {
         let (config, rank) = (self.config, self.rank);
-        let whole = self.checkpoint.matrix(name, [config.kv_heads * config.head_dim, config.hidden])?;
+        let shape = [config.kv_heads * config.head_dim, config.hidden];
         if config.kv_heads.is_multiple_of(rank.size) {
-            return Ok(whole.cut(Cut::Rows, rank.index, rank.size));
+            return self.piece(name, shape, Cut::Rows);
         }
-        Ok(whole.cut(Cut::Rows, rank.index * config.kv_heads / rank.size, config.kv_heads))
+        Piece::new(name, shape, Cut::Rows, Rank { index: rank.index * config.kv_heads / rank.size, size: config.kv_heads })
     }
 
     fn layer(&self, index: usize, layer: &DraftLayer) -> Result<Layer<D>> {
-        let (config, hidden) = (self.config, self.config.hidden);
+        let (config, hidden, weights) = (self.config, self.config.hidden, self.weights);
         let name = |tensor: &str| format!("layers.{index}.{tensor}.weight");
         let queries = config.heads * config.head_dim;
-        let q = self.cut(&name("self_attn.q_proj"), [queries, hidden], Cut::Rows)?;
-        let (k, v) = (self.key_heads(&name("self_attn.k_proj"))?, self.key_heads(&name("self_attn.v_proj"))?);
-        let up = |which: &str| self.cut(&name(&format!("mlp.{which}_proj")), [config.intermediate, hidden], Cut::Rows);
+        let q = self.piece(name("self_attn.q_proj"), [queries, hidden], Cut::Rows);
+        let (k, v) = (self.key_heads(&name("self_attn.k_proj")), self.key_heads(&name("self_attn.v_proj")));
+        let up = |which: &str| self.piece(name(&format!("mlp.{which}_proj")), [config.intermediate, hidden], Cut::Rows);
         Ok(Layer {
-            input_norm: self.vector(&name("input_layernorm"), hidden)?,
+            input_norm: weights.vector(&name("input_layernorm"), hidden)?,
             attention: DraftAttention {
-                kv: self.device.matrix(stack(&[k.clone(), v.clone()]))?,
-                qkv: self.device.matrix(stack(&[q, k, v]))?,
-                q_norm: self.vector(&name("self_attn.q_norm"), config.head_dim)?,
-                k_norm: self.vector(&name("self_attn.k_norm"), config.head_dim)?,
-                o: self.device.matrix(self.cut(&name("self_attn.o_proj"), [hidden, queries], Cut::Columns)?)?,
+                kv: weights.matrix(&[k.clone(), v.clone()])?,
+                qkv: weights.matrix(&[q, k, v])?,
+                q_norm: weights.vector(&name("self_attn.q_norm"), config.head_dim)?,
+                k_norm: weights.vector(&name("self_attn.k_norm"), config.head_dim)?,
+                o: weights.matrix(&[self.piece(name("self_attn.o_proj"), [hidden, queries], Cut::Columns)])?,
             },
             mask: DraftMask { window: layer.window.map(|window| window as u32), causal: layer.causal_block },
-            post_norm: self.vector(&name("post_attention_layernorm"), hidden)?,
+            post_norm: weights.vector(&name("post_attention_layernorm"), hidden)?,
             mlp: Mlp {
-                gate_up: self.device.matrix(stack(&[up("gate")?, up("up")?]))?,
-                down: self.device.matrix(self.cut(&name("mlp.down_proj"), [hidden, config.intermediate], Cut::Columns)?)?,
+                gate_up: weights.matrix(&[up("gate"), up("up")])?,
+                down: weights.matrix(&[self.piece(name("mlp.down_proj"), [hidden, config.intermediate], Cut::Columns)])?,
             },
         })
     }

@@ -21,3 +21,4 @@ pub mod synthetic;
 pub mod target;
 pub mod tensor;
 pub mod tokenizer;
+pub mod weights;

@@ -1,12 +1,13 @@
 //! The target's forward pass, written once for every device: K2.6's MLA layers, one dense MLP, sigmoid-routed experts, the head.
 //! Called by the round for prompt chunks (direct attention) and for draft trees (absorbed attention).
 
-use super::checkpoint::Checkpoint;
+use std::marker::PhantomData;
+
 use super::config::{LATENT_NORM_EPS, TargetConfig};
 use super::problem::Problem;
 use super::progress::Progress;
-use super::tensor::{Cut, Int4Matrix, Matrix, part};
-use crate::device::host::{HostExpert, stack};
+use super::tensor::{Cut, part};
+use super::weights::{Piece, Weights};
 use crate::device::{Device, DeviceError, Limits, MlaProjection, MlaShape, Mlp, Moe, Result, RopeTable};
 use crate::parallel::Rank;
 
@@ -71,21 +72,21 @@ impl<D: Device> Target<D> {
     /// Loads this rank's part. `taps` are the layers whose outputs the drafter reads.
     pub fn load(
         device: &D,
-        checkpoint: &Checkpoint,
+        weights: &impl Weights<D>,
         config: &TargetConfig,
         taps: &[usize],
         rank: Rank,
         limits: &Limits,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let loader = Loader { device, checkpoint, config, rank, shape: shape_of(config, rank) };
+        let loader = Loader { weights, config, rank, shape: shape_of(config, rank), device: PhantomData };
         let (hidden, rows) = (config.hidden, limits.rows());
         let local_vocab = part(config.vocab, rank.index, rank.size);
-        progress.begin("loading the target", checkpoint.bytes());
+        progress.begin("loading the target", weights.bytes());
         let mut layers = Vec::with_capacity(config.layers);
         for layer in 0..config.layers {
             layers.push(loader.layer(layer)?);
-            progress.advance(checkpoint.bytes() / config.layers as u64);
+            progress.advance(weights.bytes() / config.layers as u64);
         }
         progress.end();
         let shape = loader.shape;
@@ -95,10 +96,10 @@ impl<D: Device> Target<D> {
             eps: config.rms_norm_eps,
             rank,
             vocab_first: local_vocab.start as u32,
-            embed: device.table(loader.cut("model.embed_tokens.weight", [config.vocab, hidden], Cut::Rows)?)?,
+            embed: weights.table(&loader.piece("model.embed_tokens.weight", [config.vocab, hidden], Cut::Rows))?,
             layers,
-            norm: loader.vector("model.norm.weight", hidden)?,
-            head: device.matrix(loader.cut("lm_head.weight", [config.vocab, hidden], Cut::Rows)?)?,
+            norm: weights.vector("model.norm.weight", hidden)?,
+            head: loader.matrix("lm_head.weight", [config.vocab, hidden], Cut::Rows)?,
             taps: (0..config.layers).map(|layer| taps.iter().position(|&tap| tap == layer)).collect(),
             x: device.act(rows, hidden)?,
             normed: device.act(rows, hidden)?,
@@ -218,48 +219,42 @@ pub fn rope_table(rope: &super::rope::Rope, context: usize) -> RopeTable {
     RopeTable { half: rope.dim / 2, cos, sin }
 }
 
-struct Loader<'a, D: Device> {
-    device: &'a D,
-    checkpoint: &'a Checkpoint,
+struct Loader<'a, D: Device, W: Weights<D>> {
+    weights: &'a W,
     config: &'a TargetConfig,
     rank: Rank,
     shape: MlaShape,
+    device: PhantomData<D>,
 }
 
-impl<D: Device> Loader<'_, D> {
-    fn cut(&self, name: &str, shape: [usize; 2], cut: Cut) -> Result<Matrix<'_>> {
-        Ok(self.checkpoint.matrix(name, shape)?.cut(cut, self.rank.index, self.rank.size))
+impl<D: Device, W: Weights<D>> Loader<'_, D, W> {
+    fn piece(&self, name: impl Into<String>, shape: [usize; 2], cut: Cut) -> Piece {
+        Piece::new(name, shape, cut, self.rank)
     }
 
     fn matrix(&self, name: &str, shape: [usize; 2], cut: Cut) -> Result<D::Matrix> {
-        self.device.matrix(self.cut(name, shape, cut)?)
-    }
-
-    fn vector(&self, name: &str, size: usize) -> Result<D::Vector> {
-        self.device.vector(&self.checkpoint.vector(name, size)?)
+        self.weights.matrix(&[self.piece(name, shape, cut)])
     }
 
     fn layer(&self, layer: usize) -> Result<Layer<D>> {
-        let (config, hidden) = (self.config, self.config.hidden);
+        let (config, hidden, weights) = (self.config, self.config.hidden, self.weights);
         let name = |tensor: &str| format!("model.layers.{layer}.{tensor}.weight");
         let attention = |tensor: &str| format!("model.layers.{layer}.self_attn.{tensor}.weight");
         let wide = config.nope_dim + config.v_dim;
+        let kv_b = self.piece(attention("kv_b_proj"), [config.heads * wide, config.kv_lora_rank], Cut::Rows);
         Ok(Layer {
-            input_norm: self.vector(&name("input_layernorm"), hidden)?,
+            input_norm: weights.vector(&name("input_layernorm"), hidden)?,
             projection: MlaProjection {
                 q_a: self.matrix(&attention("q_a_proj"), [config.q_lora_rank, hidden], Cut::Whole)?,
-                q_a_norm: self.vector(&attention("q_a_layernorm"), config.q_lora_rank)?,
+                q_a_norm: weights.vector(&attention("q_a_layernorm"), config.q_lora_rank)?,
                 q_b: self.matrix(&attention("q_b_proj"), [config.heads * config.qk_dim(), config.q_lora_rank], Cut::Rows)?,
                 kv_a: self.matrix(&attention("kv_a_proj_with_mqa"), [config.slot_width(), hidden], Cut::Whole)?,
-                kv_a_norm: self.vector(&attention("kv_a_layernorm"), config.kv_lora_rank)?,
+                kv_a_norm: weights.vector(&attention("kv_a_layernorm"), config.kv_lora_rank)?,
                 eps: LATENT_NORM_EPS,
             },
-            absorbed: {
-                let kv_b = self.cut(&attention("kv_b_proj"), [config.heads * wide, config.kv_lora_rank], Cut::Rows)?;
-                self.device.absorbed(kv_b, self.shape)?
-            },
+            absorbed: weights.absorbed(&kv_b, self.shape)?,
             output: self.matrix(&attention("o_proj"), [hidden, config.heads * config.v_dim], Cut::Columns)?,
-            post_norm: self.vector(&name("post_attention_layernorm"), hidden)?,
+            post_norm: weights.vector(&name("post_attention_layernorm"), hidden)?,
             mlp: if config.is_moe(layer) {
                 LayerMlp::Experts(self.moe(layer)?)
             } else {
@@ -270,36 +265,22 @@ impl<D: Device> Loader<'_, D> {
 
     fn mlp(&self, module: &str, inner: usize) -> Result<Mlp<D>> {
         let hidden = self.config.hidden;
-        let up = |which: &str| self.cut(&format!("{module}.{which}_proj.weight"), [inner, hidden], Cut::Rows);
+        let up = |which: &str| self.piece(format!("{module}.{which}_proj.weight"), [inner, hidden], Cut::Rows);
         Ok(Mlp {
-            gate_up: self.device.matrix(stack(&[up("gate")?, up("up")?]))?,
+            gate_up: self.weights.matrix(&[up("gate"), up("up")])?,
             down: self.matrix(&format!("{module}.down_proj.weight"), [hidden, inner], Cut::Columns)?,
         })
     }
 
     fn moe(&self, layer: usize) -> Result<Moe<D>> {
         let (config, module) = (self.config, format!("model.layers.{layer}.mlp"));
-        let experts: Result<Vec<HostExpert<'_>>> = (0..config.experts).map(|expert| self.expert(&module, expert)).collect();
         Ok(Moe {
             router: self.matrix(&format!("{module}.gate.weight"), [config.experts, config.hidden], Cut::Whole)?,
-            bias: self.vector(&format!("{module}.gate.e_score_correction_bias"), config.experts)?,
-            experts: self.device.experts(&experts?)?,
+            bias: self.weights.vector(&format!("{module}.gate.e_score_correction_bias"), config.experts)?,
+            experts: self.weights.experts(&module, config.experts, config.moe_intermediate, config.hidden, self.rank)?,
             shared: self.mlp(&format!("{module}.shared_experts"), config.shared_intermediate())?,
             top_k: config.top_k,
             scaling: config.routed_scaling as f32,
-        })
-    }
-
-    fn expert(&self, module: &str, expert: usize) -> Result<HostExpert<'_>> {
-        let (inner, hidden) = (self.config.moe_intermediate, self.config.hidden);
-        let of = |which: &str, shape: [usize; 2], cut: Cut| -> Result<Int4Matrix<'_>> {
-            let matrix = self.checkpoint.int4(&format!("{module}.experts.{expert}.{which}_proj"), shape)?;
-            Ok(matrix.cut(cut, self.rank.index, self.rank.size))
-        };
-        Ok(HostExpert {
-            gate: of("gate", [inner, hidden], Cut::Rows)?,
-            up: of("up", [inner, hidden], Cut::Rows)?,
-            down: of("down", [hidden, inner], Cut::Columns)?,
         })
     }
 }

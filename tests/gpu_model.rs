@@ -1,0 +1,174 @@
+//! The whole engine on a card: against the reference vectors, against the CPU, and against itself under every budget and batch.
+//! Skipped, with the reason, where no card can be used.
+
+mod common;
+
+use common::{options, sampled, sixty_prompts, tokens, with_engine};
+use kdtree::device::Verify;
+use kdtree::device::cuda::Numerics;
+use kdtree::device::cuda::gpu::usable_cards;
+use kdtree::engine::contract::TokenLogprob;
+use kdtree::engine::driver::{Driver, Generated, greedy};
+use kdtree::engine::options::{DeviceKind, EngineOptions};
+use kdtree::speculate::budget::Budget;
+use serde_json::Value;
+
+const TOKENS: u32 = 64;
+
+/// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16.
+const MARGIN: f32 = 0.1;
+
+/// Options for the model in the repository on a card; `None`, with the reason printed, where there is none.
+fn on_card(numerics: Numerics) -> Option<EngineOptions> {
+    match usable_cards(1) {
+        Ok(_) => Some(EngineOptions { device: DeviceKind::Cuda, numerics, max_running: 32, ..options() }),
+        Err(error) => {
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+/// Distance of the best from the second best token.
+fn margin(report: &TokenLogprob) -> f32 {
+    match report.top.as_slice() {
+        [first, second, ..] => first.1 - second.1,
+        _ => f32::INFINITY,
+    }
+}
+
+/// Greedy requests that report the two best tokens.
+fn watched(prompts: &[Vec<u32>], budget: Budget) -> Vec<kdtree::engine::contract::Request> {
+    let request = |prompt: &Vec<u32>| {
+        let mut request = greedy(prompt.clone(), TOKENS, Some(budget));
+        request.logprobs = Some(2);
+        request
+    };
+    prompts.iter().map(request).collect()
+}
+
+/// How many texts are equal; every divergence must stand at a step that `reference` calls close.
+fn compare(what: &str, found: &[Vec<u32>], reference: &[Generated]) -> usize {
+    let mut equal = 0;
+    for (at, (found, wanted)) in found.iter().zip(reference).enumerate() {
+        let first = found.iter().zip(&wanted.tokens).position(|(a, b)| a != b);
+        match first {
+            None => equal += usize::from(found.len() == wanted.tokens.len()),
+            Some(step) => {
+                let close = margin(&wanted.logprobs[step]);
+                println!("{what}: text {at} differs at step {step}, margin {close:.4}");
+                assert!(close < MARGIN, "{what}: text {at} differs at step {step} although the margin is {close}");
+            }
+        }
+    }
+    println!("{what}: {equal} of {} texts equal", reference.len());
+    equal
+}
+
+#[test]
+fn greedy_tokens_follow_the_reference_where_they_are_sure() {
+    let Some(options) = on_card(Numerics::Fast) else { return };
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/golden.json");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let ids = |list: &Value| list.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect::<Vec<u32>>();
+    for budget in [Budget::Off, Budget::Tree(32)] {
+        let prompts: Vec<Vec<u32>> = cases.iter().map(|case| ids(&case["ids"])).collect();
+        let found = with_engine(options.clone(), move |driver| {
+            let requests = prompts.into_iter().map(|prompt| greedy(prompt, TOKENS, Some(budget))).collect();
+            tokens(&driver.generate(requests).unwrap())
+        });
+        for (case, found) in cases.iter().zip(&found) {
+            let (name, wanted) = (case["name"].as_str().unwrap(), ids(&case["greedy"]));
+            let margins = case["margin"].as_array().unwrap().iter().map(|margin| margin.as_f64().unwrap());
+            let sure = margins.take_while(|&margin| margin >= f64::from(MARGIN)).count().min(found.len());
+            assert_eq!(found[..sure], wanted[..sure], "{name}, {budget}");
+            println!("{name}, {budget}: {sure} sure steps equal");
+        }
+    }
+}
+
+#[test]
+fn most_texts_equal_the_cpus_and_the_rest_differ_where_the_choice_is_close() {
+    let Some(card) = on_card(Numerics::Fast) else { return };
+    let reference = with_engine(options(), |driver| {
+        let requests = watched(&sixty_prompts(driver), Budget::Tree(8));
+        driver.generate(requests).unwrap()
+    });
+    for verify in [Verify::Off, Verify::On] {
+        let found = with_engine(EngineOptions { verify, ..card.clone() }, |driver| {
+            let requests = watched(&sixty_prompts(driver), Budget::Tree(8));
+            tokens(&driver.generate(requests).unwrap())
+        });
+        let equal = compare(&format!("card, verify {verify}, against the CPU"), &found, &reference);
+        assert!(equal * 4 >= reference.len() * 3, "only {equal} of {} texts equal", reference.len());
+    }
+}
+
+/// Greedy and seeded tokens of all sixty prompts, `together` at a time.
+fn all(driver: &mut dyn Driver, budget: Budget, together: usize) -> Vec<Vec<u32>> {
+    let prompts = sixty_prompts(driver);
+    let mut out = vec![Vec::new(); 2 * prompts.len()];
+    for (first, chunk) in prompts.chunks(together).enumerate() {
+        let plain = chunk.iter().map(|prompt| greedy(prompt.clone(), TOKENS, Some(budget)));
+        let seeded =
+            chunk.iter().enumerate().map(|(at, prompt)| sampled(prompt.clone(), TOKENS, budget, 2000 + (first * together + at) as u64));
+        let found = tokens(&driver.generate(plain.chain(seeded).collect()).unwrap());
+        for (at, found) in found.into_iter().enumerate() {
+            let place = if at < chunk.len() { first * together + at } else { prompts.len() + first * together + at - chunk.len() };
+            out[place] = found;
+        }
+    }
+    out
+}
+
+#[test]
+fn exact_numerics_give_the_same_tokens_under_every_budget_and_batch() {
+    let Some(card) = on_card(Numerics::Exact) else { return };
+    let reference = with_engine(card.clone(), |driver| all(driver, Budget::Off, 1));
+    for (budget, together) in
+        [(Budget::Off, 8), (Budget::Chain, 1), (Budget::Chain, 8), (Budget::Tree(8), 8), (Budget::Tree(32), 8), (Budget::Tree(64), 4)]
+    {
+        let found = with_engine(card.clone(), move |driver| all(driver, budget, together));
+        for (at, (found, wanted)) in found.iter().zip(&reference).enumerate() {
+            assert_eq!(found, wanted, "{budget}, {together} at a time: text {at}");
+        }
+        println!("{budget}, {together} at a time: {} texts equal", found.len());
+    }
+}
+
+#[test]
+fn exact_numerics_give_the_same_log_probability_bits_under_every_budget() {
+    let Some(card) = on_card(Numerics::Exact) else { return };
+    let reports = |budget: Budget, together: usize| {
+        with_engine(card.clone(), move |driver| {
+            let prompts = sixty_prompts(driver)[..16].to_vec();
+            let mut out: Vec<Vec<TokenLogprob>> = Vec::new();
+            for chunk in prompts.chunks(together) {
+                let mut requests = watched(chunk, budget);
+                requests.iter_mut().for_each(|request| request.logprobs = Some(20));
+                out.extend(driver.generate(requests).unwrap().into_iter().map(|generated| generated.logprobs));
+            }
+            out
+        })
+    };
+    let reference = reports(Budget::Off, 1);
+    for (budget, together) in [(Budget::Chain, 1), (Budget::Tree(32), 8), (Budget::Tree(64), 4)] {
+        assert!(reports(budget, together) == reference, "{budget}, {together} at a time: log-probabilities differ");
+    }
+}
+
+#[test]
+fn fast_numerics_differ_between_budgets_only_where_the_choice_is_close() {
+    let Some(card) = on_card(Numerics::Fast) else { return };
+    let reference = with_engine(card.clone(), |driver| {
+        let requests = watched(&sixty_prompts(driver), Budget::Off);
+        driver.generate(requests).unwrap()
+    });
+    for budget in [Budget::Chain, Budget::Tree(8), Budget::Tree(32), Budget::Tree(64)] {
+        let found = with_engine(card.clone(), move |driver| {
+            let requests = watched(&sixty_prompts(driver), budget);
+            tokens(&driver.generate(requests).unwrap())
+        });
+        compare(&format!("fast, {budget} against off"), &found, &reference);
+    }
+}
