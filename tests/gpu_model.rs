@@ -4,12 +4,20 @@
 mod common;
 
 use common::{options, sampled, sixty_prompts, tokens, with_engine};
-use kdtree::device::Verify;
-use kdtree::device::cuda::Numerics;
 use kdtree::device::cuda::gpu::usable_cards;
-use kdtree::engine::contract::TokenLogprob;
+use kdtree::device::cuda::{CudaDevice, Gpu, Numerics};
+use kdtree::device::{Admission, Device, Limits, Share, Verify};
+use kdtree::engine::contract::{Sampling, TokenLogprob};
 use kdtree::engine::driver::{Driver, Generated, greedy};
 use kdtree::engine::options::{DeviceKind, EngineOptions};
+use kdtree::model::checkpoint::Checkpoint;
+use kdtree::model::config::{DraftConfig, TargetConfig};
+use kdtree::model::drafter::Drafter;
+use kdtree::model::progress::Silent;
+use kdtree::model::source::ModelSource;
+use kdtree::model::target::{Form, Target, rope_table};
+use kdtree::model::weights::Stored;
+use kdtree::parallel::Rank;
 use kdtree::speculate::budget::Budget;
 use serde_json::Value;
 
@@ -83,6 +91,78 @@ fn greedy_tokens_follow_the_reference_where_they_are_sure() {
             let sure = margins.take_while(|&margin| margin >= f64::from(MARGIN)).count().min(found.len());
             assert_eq!(found[..sure], wanted[..sure], "{name}, {budget}");
             println!("{name}, {budget}: {sure} sure steps equal");
+        }
+    }
+}
+
+/// Norm of the difference over the norm of the reference.
+fn distance(found: &[f32], wanted: &[f32]) -> f64 {
+    assert_eq!(found.len(), wanted.len());
+    let difference: f64 = found.iter().zip(wanted).map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum();
+    let norm: f64 = wanted.iter().map(|&b| f64::from(b).powi(2)).sum();
+    (difference / norm).sqrt()
+}
+
+#[test]
+fn logits_of_target_and_drafter_are_within_five_percent_of_the_reference() {
+    let Some(_) = on_card(Numerics::Fast) else { return };
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(format!("{folder}golden.json")).unwrap()).unwrap();
+    let bytes = std::fs::read(format!("{folder}golden.safetensors")).unwrap();
+    let stored = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let reference = |name: &str| -> Vec<f32> {
+        stored.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    let (source, draft_source) = (ModelSource::directory(options().model), ModelSource::directory(options().drafter));
+    let config = TargetConfig::load(&source).unwrap();
+    let draft_config = DraftConfig::load(&draft_source, &config).unwrap();
+    let checkpoint = Checkpoint::open_target(&source, &config).unwrap();
+    let draft_checkpoint = Checkpoint::open_drafter(&draft_source, &draft_config).unwrap();
+    let (chunk, context, vocab) = (640, 2816, config.vocab);
+    let limits = Limits { requests: 1, verify_rows: 64, chunk_rows: chunk, context, slots: context + 64, block: 8, vocab };
+    let mut device = CudaDevice::new(Gpu::open(0).unwrap(), Numerics::Fast, Verify::On, &limits, None).unwrap();
+    device.set_rope(rope_table(&config.rope, context + 64), Some(rope_table(&draft_config.rope, context + 64))).unwrap();
+    let weights = Stored { device: &device, checkpoint: &checkpoint };
+    let mut target = Target::load(&device, &weights, &config, &draft_config.taps, Rank::SOLE, &limits, &Silent).unwrap();
+    let weights = Stored { device: &device, checkpoint: &draft_checkpoint };
+    let mut drafter = Drafter::load(&device, &weights, &draft_config, Rank::SOLE, &limits).unwrap();
+    let mut latents = device.latents(config.layers, limits.slots, target.shape()).unwrap();
+    let mut contexts = device.contexts(drafter.layer_count(), limits.slots, drafter.shape()).unwrap();
+    let mut round = device.round(&limits).unwrap();
+    let (mut rows, mut blocks) = (device.rows(chunk).unwrap(), device.rows(8).unwrap());
+    for case in &cases {
+        let name = case["name"].as_str().unwrap();
+        let ids: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        let admission = Admission {
+            sampling: Sampling::greedy(),
+            suppressed: vec![],
+            free_from: 0,
+            prompt: ids.clone(),
+            slots: (0..limits.slots as u32).collect(),
+            logprobs: None,
+            drafts: true,
+        };
+        device.admit(&mut round, 0, admission).unwrap();
+        let (mut logits, mut last) = (Vec::new(), device.rows(1).unwrap());
+        for (at, tokens) in ids.chunks(chunk).enumerate() {
+            device.place_chunk(&round, 0, at * chunk, tokens, &mut rows).unwrap();
+            target.forward(&device, &rows, Form::Direct, &mut latents).unwrap();
+            drafter.extend_context(&device, &target.tapped, &rows, &mut contexts).unwrap();
+            target.head(&device, &rows).unwrap();
+            logits.extend(device.read(&target.logits, tokens.len()).unwrap());
+        }
+        target.head_of_last(&device, &rows, &mut last).unwrap();
+        device.begin(&mut round, 0, ids.len(), &target.logits, None).unwrap();
+        device.read_round(&mut round).unwrap();
+        device.plan(&mut round, &[Share { request: 0, rows: 64, chain: false }]).unwrap();
+        device.place_blocks(&round, drafter.mask_token(), &mut blocks).unwrap();
+        drafter.draft(&device, &mut target, &blocks, &contexts).unwrap();
+        let drafted = device.read(&target.logits, 8).unwrap()[vocab..].to_vec();
+        for (what, found) in [("logits", logits), ("draft_logits", drafted)] {
+            let wanted = reference(&format!("{name}.{what}"));
+            let away = distance(&found[found.len() - wanted.len()..], &wanted);
+            println!("{name}: {what} {away:.2e}");
+            assert!(away <= 5e-2, "{name}: {what} is {away:.2e} away");
         }
     }
 }
