@@ -1,6 +1,7 @@
 //! The commands: one file each, with its arguments and a `run`.
 
 pub mod bench_kernel;
+pub mod bench_rank;
 pub mod bench_round;
 pub mod bench_serve;
 pub mod check;
@@ -43,7 +44,7 @@ pub enum Command {
     Doctor(doctor::Args),
     /// Ask a server for a completion; status 1 when it generates nothing (for a timer that restarts it)
     Health(health::Args),
-    /// Measure: round, serve, kernel
+    /// Measure: round, serve, kernel, rank
     #[command(subcommand)]
     Bench(Bench),
 }
@@ -54,6 +55,8 @@ pub enum Bench {
     Round(bench_round::Args),
     /// Time the verify kernels beside the card's read rate and mma.sync peak
     Kernel(bench_kernel::Args),
+    /// Time one rank of full-size K2.6 on one card, part by part
+    Rank(bench_rank::Args),
     /// Load an OpenAI server and report latencies
     Serve(bench_serve::Args),
 }
@@ -70,6 +73,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(Bench::Round(args)) => bench_round::run(&args),
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(Bench::Kernel(args)) => bench_kernel::run(args),
+        Command::Bench(Bench::Rank(args)) => bench_rank::run(&args),
         Command::Health(args) => health::run(&args),
         Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
     }

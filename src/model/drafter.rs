@@ -88,7 +88,7 @@ impl<D: Device> Drafter<D> {
             device.add_reduced(&mut self.x, &mut self.partial, rows)?;
         }
         device.rms_norm(&self.x, &self.norm, self.eps, rows, &mut self.normed)?;
-        target.project(device, &self.normed, rows)
+        target.head_of(device, &self.normed, rows)
     }
 }
 

@@ -148,31 +148,58 @@ impl<D: Device> Target<D> {
         device.embed(&self.embed, self.vocab_first, rows, &mut self.x)?;
         device.all_reduce(&mut self.x, rows)?;
         watch(0, &self.x)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            device.rms_norm(&self.x, &layer.input_norm, self.eps, rows, &mut self.normed)?;
-            device.mla_project(&layer.projection, self.shape, &self.normed, rows, latents, index, &mut self.q)?;
-            match form {
-                Form::Direct => {
-                    device.prompt_attention(&layer.absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended)?;
-                }
-                Form::Absorbed => {
-                    device.verify_attention(&layer.absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended)?;
-                }
-            }
-            device.linear(&self.attended, &layer.output, rows, &mut self.partial)?;
-            device.add_reduced(&mut self.x, &mut self.partial, rows)?;
-            device.rms_norm(&self.x, &layer.post_norm, self.eps, rows, &mut self.normed)?;
-            match &layer.mlp {
-                LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial)?,
-                LayerMlp::Experts(moe) => device.moe(moe, &self.normed, rows, index, &mut self.partial)?,
-            }
-            device.add_reduced(&mut self.x, &mut self.partial, rows)?;
+        for index in 0..self.layers.len() {
+            self.project(device, rows, latents, index)?;
+            self.attend(device, rows, form, latents, index)?;
+            self.output(device, rows, index)?;
+            self.mlp(device, rows, index)?;
             if let Some(tap) = self.taps[index] {
                 device.tap(&self.x, rows, tap, &mut self.tapped)?;
             }
             watch(index + 1, &self.x)?;
         }
         Ok(())
+    }
+
+    /// Queries and latents of one layer, from the residual stream.
+    pub fn project(&mut self, device: &D, rows: &D::Rows, latents: &mut D::Latents, index: usize) -> Result<()> {
+        let layer = &self.layers[index];
+        device.rms_norm(&self.x, &layer.input_norm, self.eps, rows, &mut self.normed)?;
+        device.mla_project(&layer.projection, self.shape, &self.normed, rows, latents, index, &mut self.q)
+    }
+
+    /// Attention of one layer, from queries and cache.
+    pub fn attend(&mut self, device: &D, rows: &D::Rows, form: Form, latents: &D::Latents, index: usize) -> Result<()> {
+        let absorbed = &self.layers[index].absorbed;
+        match form {
+            Form::Direct => device.prompt_attention(absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended),
+            Form::Absorbed => device.verify_attention(absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended),
+        }
+    }
+
+    /// Output projection of one layer, added to the residual stream.
+    pub fn output(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+        device.linear(&self.attended, &self.layers[index].output, rows, &mut self.partial)?;
+        device.add_reduced(&mut self.x, &mut self.partial, rows)
+    }
+
+    /// Dense MLP, or routed and shared experts, of one layer, added to the residual stream.
+    pub fn mlp(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+        let layer = &self.layers[index];
+        device.rms_norm(&self.x, &layer.post_norm, self.eps, rows, &mut self.normed)?;
+        match &layer.mlp {
+            LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial)?,
+            LayerMlp::Experts(moe) => device.moe(moe, &self.normed, rows, index, &mut self.partial)?,
+        }
+        device.add_reduced(&mut self.x, &mut self.partial, rows)
+    }
+
+    /// The shared expert of one layer alone (the dense MLP of a dense one), for benches: `mlp` without it cannot be asked for.
+    pub fn shared(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+        match &self.layers[index].mlp {
+            LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial),
+            LayerMlp::Experts(moe) => device.mlp(&moe.shared, &self.normed, rows, &mut self.partial),
+        }
     }
 
     /// Logits of every row of the last pass.
@@ -191,7 +218,7 @@ impl<D: Device> Target<D> {
     }
 
     /// Logits of rows that are already normed: the drafter's, which shares this head.
-    pub fn project(&mut self, device: &D, normed: &D::Act, rows: &D::Rows) -> Result<()> {
+    pub fn head_of(&mut self, device: &D, normed: &D::Act, rows: &D::Rows) -> Result<()> {
         device.linear(normed, &self.head, rows, &mut self.local_logits)?;
         device.gather_columns(&self.local_logits, rows, &mut self.logits)
     }

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
 use cudarc::driver::CudaGraph;
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use super::error::During;
 use super::gpu::Gpu;
@@ -58,4 +58,21 @@ fn capture(gpu: &Gpu, body: impl FnOnce() -> Result<()>) -> Result<Option<CudaGr
     let graph = gpu.stream.end_capture(CUgraphInstantiate_flags(0)).during("ending the recording of a round");
     done?;
     Ok(graph?)
+}
+
+/// Microseconds of one replay of what `body` enqueues: the median of `repeats` after two that are not counted.
+pub fn timed(gpu: &Gpu, repeats: usize, body: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let Some(graph) = capture(gpu, body)? else { return Ok(0.0) };
+    let mut times = Vec::with_capacity(repeats);
+    for _ in 0..repeats + 2 {
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        let start = gpu.stream.record_event(flags).during("recording an event")?;
+        graph.launch().during("replaying")?;
+        let end = gpu.stream.record_event(flags).during("recording an event")?;
+        times.push(f64::from(start.elapsed_ms(&end).during("timing")?) * 1e3);
+    }
+    gpu.synchronize()?;
+    let mut counted = times.split_off(2);
+    counted.sort_by(f64::total_cmp);
+    Ok(counted[counted.len() / 2])
 }

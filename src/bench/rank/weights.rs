@@ -1,0 +1,62 @@
+//! Weights made up on the card: no host, no file. Scaled so that activations keep their size and routing is spread.
+
+use std::cell::Cell;
+
+use crate::device::cuda::CudaDevice;
+use crate::device::cuda::attention::CudaAbsorbed;
+use crate::device::cuda::buffers::{CudaMatrix, CudaVector};
+use crate::device::cuda::products::CudaExperts;
+use crate::device::{Device, MlaShape, Result};
+use crate::model::weights::{Piece, Weights};
+use crate::parallel::Rank;
+
+/// See the module.
+pub struct MadeUp<'a> {
+    device: &'a CudaDevice,
+    seed: Cell<u32>,
+}
+
+impl<'a> MadeUp<'a> {
+    pub fn new(device: &'a CudaDevice) -> Self {
+        Self { device, seed: Cell::new(1) }
+    }
+
+    fn seed(&self) -> u32 {
+        self.seed.replace(self.seed.get() + 1)
+    }
+
+    fn random(&self, n: usize, k: usize, scale: f32) -> Result<CudaMatrix> {
+        Ok(CudaMatrix::random(&self.device.gpu, n, k, scale, self.seed())?)
+    }
+}
+
+impl Weights<CudaDevice> for MadeUp<'_> {
+    fn bytes(&self) -> u64 {
+        0
+    }
+
+    fn matrix(&self, pieces: &[Piece]) -> Result<CudaMatrix> {
+        let [_, k] = pieces[0].part_shape();
+        let n = pieces.iter().map(|piece| piece.part_shape()[0]).sum();
+        self.random(n, k, (k as f32).sqrt().recip())
+    }
+
+    fn table(&self, piece: &Piece) -> Result<CudaMatrix> {
+        let [n, k] = piece.part_shape();
+        self.random(n, k, 1.0)
+    }
+
+    fn vector(&self, name: &str, size: usize) -> Result<CudaVector> {
+        let value = if name.ends_with("bias") { 0.0 } else { 1.0 };
+        self.device.vector(&vec![value; size])
+    }
+
+    fn absorbed(&self, piece: &Piece, shape: MlaShape) -> Result<CudaAbsorbed> {
+        let [n, k] = piece.part_shape();
+        self.device.absorbed_from(self.random(n, k, (k as f32).sqrt().recip())?, shape)
+    }
+
+    fn experts(&self, _: &str, count: usize, inner: usize, hidden: usize, part: Rank) -> Result<CudaExperts> {
+        Ok(CudaExperts::random(&self.device.gpu, count, inner / part.size, hidden, self.seed())?)
+    }
+}
