@@ -3,6 +3,8 @@
 
 use std::cell::RefCell;
 
+use cudarc::driver::{CudaSlice, DeviceRepr};
+
 use super::CudaError;
 use super::attention::{Attention, CudaAbsorbed, CudaContexts, CudaLatents};
 use super::buffers::{CudaAct, CudaMatrix, CudaVector};
@@ -13,6 +15,7 @@ use super::products::{CudaExperts, Products};
 use super::round::{CudaRound, RoundKernels};
 use super::rows::CudaRows;
 use super::scratch::Scratch;
+use super::upload::Staging;
 use super::verify::Numerics;
 use crate::device::host::HostExpert;
 use crate::device::identity::DeviceIdentity;
@@ -39,6 +42,7 @@ pub struct CudaDevice {
     pub(super) rounds: RoundKernels,
     pub(super) collective: Option<Collective>,
     graphs: Graphs,
+    staging: RefCell<Staging>,
 }
 
 impl CudaDevice {
@@ -54,10 +58,16 @@ impl CudaDevice {
             fault: None,
             collective,
             graphs: Graphs::default(),
+            staging: RefCell::new(Staging::new(&gpu)?),
             gpu,
             numerics,
             verify,
         })
+    }
+
+    /// A device array with these values.
+    pub(super) fn upload<T: DeviceRepr + bytemuck::Pod + Sync>(&self, values: &[T]) -> Result<CudaSlice<T>> {
+        Ok(self.staging.borrow_mut().upload(&self.gpu, values)?)
     }
 
     /// Allocations of scratch and recordings of rounds so far: neither grows once every bucket has been seen.

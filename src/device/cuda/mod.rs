@@ -17,6 +17,7 @@ pub mod products;
 pub mod round;
 pub mod rows;
 pub mod scratch;
+pub mod upload;
 pub mod verify;
 
 pub use device::CudaDevice;
