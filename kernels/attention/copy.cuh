@@ -1,0 +1,14 @@
+// 16-byte copies from global to shared memory in the background.
+#pragma once
+#include "../verify/ptx.cuh"
+
+// Zeros where `present` is false; nothing is then read.
+__device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool present = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(present ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `kPending` groups of this thread are still under way.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
