@@ -7,13 +7,15 @@ use crate::device::cuda::attention::CudaAbsorbed;
 use crate::device::cuda::buffers::{CudaMatrix, CudaVector};
 use crate::device::cuda::products::CudaExperts;
 use crate::device::{Device, MlaShape, Result};
+use crate::model::tensor::Matrix;
 use crate::model::weights::{Piece, Weights};
+use half::bf16;
 use crate::parallel::Rank;
 
 /// See the module.
 pub struct MadeUp<'a> {
     device: &'a CudaDevice,
-    seed: Cell<u32>,
+    seed: Cell<u64>,
 }
 
 impl<'a> MadeUp<'a> {
@@ -21,12 +23,12 @@ impl<'a> MadeUp<'a> {
         Self { device, seed: Cell::new(1) }
     }
 
-    fn seed(&self) -> u32 {
+    fn seed(&self) -> u64 {
         self.seed.replace(self.seed.get() + 1)
     }
 
     fn random(&self, n: usize, k: usize, scale: f32) -> Result<CudaMatrix> {
-        Ok(CudaMatrix::random(&self.device.gpu, n, k, scale, self.seed())?)
+        Ok(CudaMatrix::random(self.device, n, k, scale, self.seed())?)
     }
 }
 
@@ -52,11 +54,19 @@ impl Weights<CudaDevice> for MadeUp<'_> {
     }
 
     fn absorbed(&self, piece: &Piece, shape: MlaShape) -> Result<CudaAbsorbed> {
-        let [n, k] = piece.part_shape();
-        self.device.absorbed_from(self.random(n, k, (k as f32).sqrt().recip())?, shape)
+        let [rows, columns] = piece.part_shape();
+        let mut state = self.seed();
+        let scale = (columns as f32).sqrt().recip();
+        let mut value = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            // Uniform with the wanted standard deviation.
+            bf16::from_f32(((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 3f32.sqrt() * scale)
+        };
+        let data: Vec<bf16> = (0..rows * columns).map(|_| value()).collect();
+        self.device.absorbed(Matrix { rows, columns, data: data.into() }, shape)
     }
 
     fn experts(&self, _: &str, count: usize, inner: usize, hidden: usize, part: Rank) -> Result<CudaExperts> {
-        Ok(CudaExperts::random(&self.device.gpu, count, inner / part.size, hidden, self.seed())?)
+        Ok(CudaExperts::random(self.device, count, inner / part.size, hidden, (hidden as f32).sqrt().recip(), self.seed())?)
     }
 }

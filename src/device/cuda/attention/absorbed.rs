@@ -6,7 +6,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use half::bf16;
 
 use super::{CudaLatents, LATENT, NOPE, QUERY, VALUE, check_shape, scratch};
-use crate::device::cuda::buffers::{Argument, CudaAct, CudaMatrix};
+use crate::device::cuda::buffers::{Argument, CudaAct};
 use crate::device::cuda::device::CudaDevice;
 use crate::device::cuda::error::{CudaError, During};
 use crate::device::cuda::gpu::Gpu;
@@ -91,12 +91,6 @@ impl CudaDevice {
             return Err(DeviceError(format!("kv_b_proj is {rows} x {columns}, {} heads want {} x {}", shape.heads, wanted.0, wanted.1)));
         }
         Ok(CudaAbsorbed { kv_b: self.upload(&kv_b.data)?, heads: shape.heads })
-    }
-
-    /// The same from a matrix that is on the card already.
-    pub fn absorbed_from(&self, kv_b: CudaMatrix, shape: MlaShape) -> Result<CudaAbsorbed> {
-        check_shape(shape)?;
-        Ok(CudaAbsorbed { kv_b: kv_b.data, heads: shape.heads })
     }
 
     #[allow(clippy::too_many_arguments)]
