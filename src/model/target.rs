@@ -194,11 +194,11 @@ impl<D: Device> Target<D> {
         device.add_reduced(&mut self.x, &mut self.partial, rows)
     }
 
-    /// The shared expert of one layer alone (the dense MLP of a dense one), for benches: `mlp` without it cannot be asked for.
-    pub fn shared(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+    /// The experts of one layer and their input in the last pass; `None` for a dense layer. For benches.
+    pub fn moe(&self, index: usize) -> Option<(&Moe<D>, &D::Act)> {
         match &self.layers[index].mlp {
-            LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial),
-            LayerMlp::Experts(moe) => device.mlp(&moe.shared, &self.normed, rows, &mut self.partial),
+            LayerMlp::Experts(moe) => Some((moe, &self.normed)),
+            LayerMlp::Dense(_) => None,
         }
     }
 

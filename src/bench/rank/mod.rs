@@ -102,6 +102,7 @@ pub struct Bench {
     grid: Grid,
     layers: usize,
     moe_layers: std::ops::Range<usize>,
+    top_k: usize,
     read_gbps: f64,
     limits: Limits,
 }
@@ -138,10 +139,11 @@ impl Bench {
             prefill: Vec::new(),
         };
         let executor = load(gpu, config, draft, rank, numerics, &limits)?;
+        executor.device.set_uniform_routing(true);
         let bytes = Bytes::new(config, draft, setup.ranks);
         report.weight_bytes = bytes.weights;
         let moe_layers = config.dense_layers..config.layers;
-        Ok((Self { executor, bytes, grid, layers: config.layers, moe_layers, read_gbps, limits }, report))
+        Ok((Self { executor, bytes, grid, layers: config.layers, moe_layers, top_k: config.top_k, read_gbps, limits }, report))
     }
 
     /// Measures every cell; `tell` gets each row as it comes.
@@ -200,7 +202,7 @@ impl Bench {
 
     fn cell(&mut self, draft_rows: usize, batch: usize, prefix: usize) -> Result<Vec<Row>> {
         let shares: Vec<Share> = (0..batch).map(|request| Share { request, rows: draft_rows, chain: false }).collect();
-        let (repeats, layers, moe) = (self.grid.repeats, self.layers, self.moe_layers.clone());
+        let (repeats, layers, moe, moe_first) = (self.grid.repeats, self.layers, self.moe_layers.clone(), self.moe_layers.start);
         self.executor.apply(&Command::Draft(shares.clone().into()))?;
         let Executor { device, round, target, drafter, latents, contexts, block_rows, tree_rows, accepted, .. } = &mut self.executor;
         device.place_trees(round, tree_rows)?;
@@ -211,7 +213,7 @@ impl Bench {
             target.forward(device, tree_rows, Form::Absorbed, latents)?;
             target.head(device, tree_rows)
         })?;
-        let distinct = device.distinct_experts()?;
+        let distinct = device.read_routes(tree_rows.bound, draft_rows * batch, self.top_k)?.experts.len() as f64;
         us.push((Part::Total, total));
         us.push((
             Part::Projections,
@@ -226,10 +228,16 @@ impl Bench {
             Part::Attention,
             timed(gpu, repeats, || (0..layers).try_for_each(|layer| target.attend(device, tree_rows, Form::Absorbed, latents, layer)))?,
         ));
-        let shared = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.shared(device, tree_rows, layer)))?;
         let all = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.mlp(device, tree_rows, layer)))?;
-        us.push((Part::Shared, shared));
-        us.push((Part::Experts, all - shared));
+        let routed = target.moe(moe.start).map(|(moe, h)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
+        let experts = timed(gpu, repeats, || {
+            moe.clone().try_for_each(|layer| match (target.moe(layer), &routed) {
+                (Some((moe, h)), Some(routed)) => device.moe_experts(moe, routed, h, tree_rows).map(drop),
+                _ => Ok(()),
+            })
+        })?;
+        us.push((Part::Experts, experts));
+        us.push((Part::Shared, all - experts));
         us.push((Part::Head, timed(gpu, repeats, || target.head(device, tree_rows))?));
         if let (Some(drafter), Some(contexts), true) = (drafter, contexts, draft_rows > 1) {
             device.place_blocks(round, drafter.mask_token(), block_rows)?;

@@ -7,7 +7,8 @@ use crate::model::problem::Problems;
 use crate::model::synthetic::{DraftSizes, TargetSizes};
 
 /// Parts of a round. `Total` = the target pass: projections, attention, experts, shared, head and the dense layers; the drafter and
-/// the tree stand beside it.
+/// the tree stand beside it. `Experts` = the two grouped INT4 products; `Shared` = the rest of a layer's MLP: norm, router, choice, shared
+/// expert, weighted sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Part {
@@ -124,8 +125,8 @@ impl Bytes {
         match part {
             Part::Projections => self.layers * self.projections,
             Part::Attention => self.layers * (self.absorbed + tokens * self.slot),
-            Part::Experts => self.moe_layers * (self.router + (distinct * self.expert as f64) as u64),
-            Part::Shared => self.moe_layers * self.shared,
+            Part::Experts => self.moe_layers * (distinct * self.expert as f64) as u64,
+            Part::Shared => self.moe_layers * (self.router + self.shared),
             Part::Head => self.head,
             Part::Drafter => self.drafter + self.head + (batch * prefix) as u64 * self.draft_slot,
             Part::Tree => 0,
@@ -157,8 +158,8 @@ mod tests {
     fn a_pass_reads_its_parts_once() {
         let setup = Setup::kimi(8, 61).unwrap();
         let bytes = Bytes::new(&setup.target, &setup.drafter, 8);
-        // Eight experts of 3 x 7168 x 256 INT4 weights in 60 layers, and the router.
-        assert_eq!(bytes.of(Part::Experts, 1, 1, 1024, 8.0), 60 * (8 * 3 * 7168 * 256 * 9 / 16 + 384 * 7168 * 2));
+        // Eight experts of 3 x 7168 x 256 INT4 weights in 60 layers.
+        assert_eq!(bytes.of(Part::Experts, 1, 1, 1024, 8.0), 60 * 8 * 3 * 7168 * 256 * 9 / 16);
         assert_eq!(bytes.of(Part::Head, 1, 1, 0, 0.0), 20480 * 7168 * 2);
     }
 }

@@ -9,8 +9,8 @@ use crate::device::cuda::products::CudaExperts;
 use crate::device::{Device, MlaShape, Result};
 use crate::model::tensor::Matrix;
 use crate::model::weights::{Piece, Weights};
-use half::bf16;
 use crate::parallel::Rank;
+use half::bf16;
 
 /// See the module.
 pub struct MadeUp<'a> {
