@@ -81,7 +81,7 @@ impl CudaRows {
 
 /// Addresses of the fields of [`CudaRows`], in the order of `struct Rows` in kernels/common/rows.cuh.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct RowPointers {
     pub tokens: CUdeviceptr,
     pub positions: CUdeviceptr,
