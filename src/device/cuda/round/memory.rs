@@ -60,8 +60,25 @@ impl RoundMemory {
             next += size.next_multiple_of(256) as u64;
             here
         });
-        let [requests, tables, plan, trees, ids, logprobs, live, row_of, masks, scans, picks, walked, result, top_parts, candidates, arrivals, suppressed] =
-            at;
+        let [
+            requests,
+            tables,
+            plan,
+            trees,
+            ids,
+            logprobs,
+            live,
+            row_of,
+            masks,
+            scans,
+            picks,
+            walked,
+            result,
+            top_parts,
+            candidates,
+            arrivals,
+            suppressed,
+        ] = at;
         let pointers = RoundPointers {
             requests,
             tables,

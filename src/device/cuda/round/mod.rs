@@ -96,8 +96,7 @@ impl CudaRound {
         self.describe(rows, tokens.len(), 1, start + tokens.len());
         let gpu = &device.gpu;
         self.staging.reserve(gpu, tokens.len() * 4, 1)?;
-        let mut values =
-            [self.staging.put(tokens), (request as i32).bits(), (start as i32).bits(), (tokens.len() as i32).bits()];
+        let mut values = [self.staging.put(tokens), (request as i32).bits(), (start as i32).bits(), (tokens.len() as i32).bits()];
         let structs = [by_value(&self.memory.pointers), by_value(&rows.pointers(gpu))];
         // SAFETY: the parameters of `round_place_chunk`; the staged tokens stay until the next synchronisation.
         unsafe { launch(gpu, &device.rounds.place_chunk, Grid::new(tokens.len().div_ceil(256), 1, 256), &structs, &mut values)? };

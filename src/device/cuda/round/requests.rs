@@ -4,9 +4,9 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 
 use super::super::buffers::Argument;
 use super::super::device::CudaDevice;
+use super::CudaRound;
 use super::kernels::{Grid, by_value, launch};
 use super::layout::*;
-use super::CudaRound;
 use crate::device::{Admission, DeviceError, Result};
 use crate::speculate::sampling::{GREEDY_BELOW, MAX_LOGPROBS};
 
