@@ -13,10 +13,10 @@ use kdtree::device::cpu::rows::CpuRows;
 use kdtree::device::cpu::{CpuAct, CpuDevice};
 use kdtree::device::cuda::attention::CudaLatents;
 use kdtree::device::cuda::buffers::CudaAct;
-use kdtree::device::cuda::round::{Bucket, CudaRound};
+use kdtree::device::cuda::round::CudaRound;
 use kdtree::device::cuda::rows::CudaRows;
 use kdtree::device::cuda::{CudaDevice, Gpu, Numerics};
-use kdtree::device::{Admission, Device, HostTree, Limits, Outcome, Share, Verify};
+use kdtree::device::{Admission, Bucket, Device, HostTree, Limits, Outcome, Phase, Share, Verify};
 use kdtree::engine::contract::{Sampling, TokenLogprob};
 use kdtree::engine::options::slots_of_request;
 
@@ -130,15 +130,15 @@ pub struct Pair {
     pub logits: CudaAct,
     live: Vec<Option<Live>>,
     free: Vec<u32>,
-    /// Replays graphs, one pair per bucket.
-    pub graphs: Option<HashMap<Bucket, [CudaGraph; 2]>>,
+    /// Recorded rounds, where rounds are replayed.
+    pub graphs: Option<HashMap<Bucket, CudaGraph>>,
     pub compared: usize,
 }
 
 impl Pair {
     pub fn new(gpu: Gpu, limits: &Limits, seed: u64) -> Self {
         let mut random = Random(seed);
-        let cuda = CudaDevice::new(gpu, Numerics::Fast, Verify::On, limits).unwrap();
+        let cuda = CudaDevice::new(gpu, Numerics::Fast, Verify::On, limits, None).unwrap();
         let cpu = CpuDevice::new(Verify::On, None);
         let stream = &cuda.gpu.stream;
         let act = |rows: usize| CudaAct { data: stream.alloc_zeros(rows * limits.vocab).unwrap(), rows, width: limits.vocab };
@@ -274,25 +274,23 @@ impl Pair {
     }
 
     fn first_half(&mut self, drafting: usize) {
-        let bucket = self.cuda_round.bucket();
-        let replay = self.graphs.as_ref().and_then(|graphs| graphs.get(&bucket)).map(|graphs| graphs[0].launch());
-        match (replay, self.graphs.is_some()) {
-            (Some(launched), _) => launched.unwrap(),
-            (None, true) => {
-                let first = self.capture(|pair| pair.enqueue_first(drafting));
-                let second = self.capture(Self::enqueue_second);
-                first.launch().unwrap();
-                self.graphs.as_mut().unwrap().insert(bucket, [first, second]);
-            }
-            (None, false) => self.enqueue_first(drafting),
-        }
+        self.replay(Phase::Draft, |pair| pair.enqueue_first(drafting));
     }
 
     fn second_half(&mut self) {
-        match self.graphs.as_ref().and_then(|graphs| graphs.get(&self.cuda_round.bucket())) {
-            Some(graphs) => graphs[1].launch().unwrap(),
-            None => self.enqueue_second(),
+        self.replay(Phase::Verify, Self::enqueue_second);
+    }
+
+    fn replay(&mut self, phase: Phase, enqueue: impl FnOnce(&mut Self)) {
+        if self.graphs.is_none() {
+            return enqueue(self);
         }
+        let bucket = self.cuda_round.bucket(phase).expect("planned");
+        if !self.graphs.as_ref().unwrap().contains_key(&bucket) {
+            let graph = self.capture(enqueue);
+            self.graphs.as_mut().unwrap().insert(bucket, graph);
+        }
+        self.graphs.as_ref().unwrap()[&bucket].launch().unwrap();
     }
 
     pub fn enqueue_first(&mut self, drafting: usize) {

@@ -7,12 +7,12 @@ use super::super::error::During;
 use super::CudaRound;
 use super::layout::*;
 use super::memory::result_places;
-use crate::device::{DeviceError, Result, Share};
+use crate::device::{Bucket, DeviceError, Phase, Result, Share};
 use crate::speculate::budget::MAX_ROWS;
 
-/// Everything the launches of a planned round depend on: rounds of one bucket can replay one graph.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Bucket {
+/// What the launches of a planned round are sized by.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sizes {
     /// Verify rows, rounded up to a power of two.
     pub rows: usize,
     /// Requests, rounded up likewise.
@@ -49,7 +49,7 @@ impl CudaRound {
         let words = &mut self.words;
         words.clear();
         words.resize(PLAN_HEAD, 0);
-        (self.planned.clear(), self.bucket = Bucket::default());
+        (self.planned.clear(), self.sizes = Sizes::default());
         let (mut first, mut drafting, mut reach) = (0, 0, 0);
         for (at, share) in shares.iter().enumerate() {
             let running = self.requests[share.request].as_mut().expect("checked");
@@ -60,8 +60,8 @@ impl CudaRound {
             }
             words.extend([share.request as u32, share.rows as u32, u32::from(share.chain), first as u32, 0, 0, 0, 0]);
             self.planned.push(Planned { share: *share, first, reports: running.reports });
-            self.bucket.draws |= running.draws;
-            self.bucket.reports |= running.reports;
+            self.sizes.draws |= running.draws;
+            self.sizes.reports |= running.reports;
             reach = reach.max(running.length + running.planned + share.rows.max(if drafts { slots + 1 } else { 0 }));
             running.planned += share.rows;
             first += share.rows;
@@ -69,9 +69,9 @@ impl CudaRound {
         words[..5].copy_from_slice(&[shares.len() as u32, drafting as u32, u32::from(begin), records as u32, reports as u32]);
         let padded = |n: usize, most: usize| if n == 0 { 0 } else { n.next_power_of_two().min(most) };
         let requests = self.limits.requests.min(self.limits.verify_rows);
-        self.bucket.rows = padded(rows, self.limits.verify_rows);
-        self.bucket.groups = padded(shares.len(), requests);
-        self.bucket.drafting = padded(drafting, requests);
+        self.sizes.rows = padded(rows, self.limits.verify_rows);
+        self.sizes.groups = padded(shares.len(), requests);
+        self.sizes.drafting = padded(drafting, requests);
         self.rows = rows;
         self.reach = reach.next_power_of_two().max(1024);
         (self.begun, self.unread) = (begin, true);
@@ -102,9 +102,17 @@ impl CudaRound {
         Ok(())
     }
 
-    /// What the launches of the planned round depend on.
-    pub fn bucket(&self) -> Bucket {
-        self.bucket
+    /// Rounds of one bucket enqueue the same launches. The first token after a prompt is not recorded.
+    pub fn bucket(&self, phase: Phase) -> Option<Bucket> {
+        let sizes = &self.sizes;
+        let verify = phase == Phase::Verify;
+        (self.unread && !self.begun).then(|| Bucket {
+            phase,
+            rows: if verify { sizes.rows as u16 } else { 0 },
+            requests: sizes.groups as u16,
+            drafting: sizes.drafting as u16,
+            extras: if verify { u8::from(sizes.draws) | u8::from(sizes.reports) << 1 } else { 0 },
+        })
     }
 
     /// Allowed tokens per row of a planned share: copied to its planned rows.
