@@ -115,7 +115,7 @@ in
         type = types.listOf types.str;
         default = [ ];
         example = [ "You are a helpful assistant." ];
-        description = "Prompts completed over HTTP right after the start, for example the system prompts of your applications: they fill the prefix cache. The engine's own warm-up runs in any case.";
+        description = "Prompts completed over HTTP right after the start, before the unit counts as started, for example the system prompts of your applications. The engine's own warm-up runs in any case.";
       };
       maxTokens = mkOption {
         type = types.ints.positive;

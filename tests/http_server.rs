@@ -67,6 +67,18 @@ fn a_tool_section_inside_the_reasoning_is_a_call() {
         vec!["plan", SECTION, CALL, "functions.get:0", ARGUMENTS, "{\"a\":", "1}", CALL_END, SECTION_END, END],
         vec!["plan", CALL, "functions.get:0", ARGUMENTS, "{\"a\":", "1}", CALL_END, END],
         vec!["plan", SECTION, CALL, "functions.get:0", ARGUMENTS, "{\"a\":", "1}", CALL_END, SECTION_END, " and more", END],
+        vec![
+            "plan",
+            "<|tool_call_section_begin|>",
+            CALL,
+            "functions.get:0",
+            ARGUMENTS,
+            "{\"a\":",
+            "1}",
+            CALL_END,
+            "<|tool_call_section_end|>",
+            END,
+        ],
     ];
     for feed in feeds {
         let sim = scripted(feed.iter().map(|word| say(&[word])).collect());
@@ -80,6 +92,18 @@ fn a_tool_section_inside_the_reasoning_is_a_call() {
         assert_eq!(choice["finish_reason"], "tool_calls");
         assert!(!whole.to_string().contains("<|"), "{whole}");
     }
+}
+
+#[test]
+fn nothing_to_go_on_from_is_refused_by_name_and_whole_numbers_are_ids() {
+    let sim = scripted(vec![say(&["Hi"]), Step::End(FinishReason::Stop)]);
+    let send = |path, body| exchange(sim.address, &Request::post(path, &body), Leave::Never).unwrap();
+    for prompt in [json!(""), json!(["Hello", ""])] {
+        let answer = send("/v1/completions", json!({"prompt": prompt, "add_special_tokens": false}));
+        assert_eq!((answer.status, answer.json()["error"]["param"].clone()), (400, json!("prompt")), "{}", answer.text());
+    }
+    assert_eq!(send("/v1/completions", json!({"prompt": ""})).status, 200);
+    assert_eq!(send("/detokenize", json!({"tokens": [261.0, 262]})).text(), send("/detokenize", json!({"tokens": [261, 262]})).text());
 }
 
 #[test]

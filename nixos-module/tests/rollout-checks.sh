@@ -1,5 +1,6 @@
 # The checks of rollout.sh, run inside the machine. Each function is one promise; `ok` counts.
 # usage: checks.sh [CHECK…]   (default: all, in this order)
+#        checks.sh --mutate [MUTANT…]   breaks one line of a unit at a time and wants the check of that promise to fail
 URL=http://127.0.0.1:8000 UNIT=kdtree.service KEY=old-key
 passed=0 failed=0
 
@@ -228,6 +229,59 @@ ALL="ready_only_after_the_gate units_are_clean dashboards_name_existing_metrics 
 changes_run_the_gate_again bad_build_is_refused_before_the_switch failed_gate_blocks failed_gate_with_baseline_serves_off
 warmup_prompts_are_completed hung_engine_is_restarted_by_the_watchdog dead_engine_is_restarted health_passes_a_busy_server
 health_restarts_a_mute_server hidden_model_is_named missing_gpus_fail"
+# NAME | machine | unit | sed | check. A promise whose check passes on the broken unit is not tested.
+MUTANTS='
+no-drain          | first   | kdtree.service        | s/^KillSignal=SIGTERM/KillSignal=SIGKILL/     | stop_drains
+impatient-probe   | busy    | kdtree-health.service | s#^ExecStart=.*#ExecStart=/usr/local/bin/probe# | health_passes_a_busy_server
+open-home         | hidden  | kdtree.service        | /^ProtectHome=/d                              | hidden_model_is_named
+unchecked-cards   | cards   | kdtree.service        | /^ExecStartPre=.*nvidia/d                     | missing_gpus_fail
+no-restart        | dead    | kdtree.service        | s/^Restart=on-failure/Restart=no/             | dead_engine_is_restarted
+no-watchdog       | hung    | kdtree.service        | s/^WatchdogSec=.*/WatchdogSec=0/              | hung_engine_is_restarted_by_the_watchdog
+restarted-gate    | blocked | kdtree.service        | /^RestartPreventExitStatus=/d                 | failed_gate_blocks
+no-restart-health | mute    | kdtree-health.service | /^OnFailure=/d                                | health_restarts_a_mute_server
+no-warm-up        | warm    | kdtree.service        | /^ExecStartPost=/d                            | warmup_prompts_are_completed'
+
+# A machine like MACHINE, with one unit changed; the others as they are. Prints the folder of machines.
+mutated() { # MACHINE UNIT SED
+  local folder; folder=$(mktemp -d)
+  ln -s "$MACHINES"/* "$folder/"; rm "$folder/$1"
+  cp -rL "$MACHINES/$1" "$folder/$1"; chmod -R u+w "$folder/$1"
+  sed -i "$3" "$folder/$1/units/$2"
+  cmp -s "$folder/$1/units/$2" "$MACHINES/$1/units/$2" && { echo "the change to $2 of $1 changes nothing" >&2; return 1; }
+  echo "$folder"
+}
+
+# Whether the check fails on the mutant; what it says goes to a file.
+noticed() { # MACHINE UNIT SED CHECK
+  local folder; folder=$(mutated "$1" "$2" "$3") || return 1
+  (
+    MACHINES=$folder passed=0 failed=0
+    # Checks that expect a server find the mutant; the others switch to it themselves.
+    case $4 in stop_drains) machine "$1" ;; esac
+    "$4"; [ $failed -gt 0 ]
+  ) > /tmp/mutant 2>&1
+}
+
+mutate() { # [MUTANT…]
+  local name machine unit change check wanted=" $* "
+  printf '#!/bin/sh\nexec curl -fsS --max-time 2 -H "Authorization: Bearer %s" -d "{\\"prompt\\": \\"1\\", \\"max_tokens\\": 3}" -H "content-type: application/json" %s/v1/completions\n' \
+    "$KEY" $URL > /usr/local/bin/probe; chmod +x /usr/local/bin/probe
+  while IFS='|' read -r name machine unit change check; do
+    read -r name <<< "$name"; read -r machine <<< "$machine"; read -r unit <<< "$unit"; read -r change <<< "$change"; read -r check <<< "$check"
+    [ -n "$name" ] || continue
+    [ "$wanted" = '  ' ] || [[ $wanted = *" $name "* ]] || continue
+    ok "$name: $check fails" noticed "$machine" "$unit" "$change" "$check" < /dev/null
+    grep -h '^FAIL' /tmp/mutant | sed 's/^/      /'
+    systemctl stop 'kdtree*' 2>/dev/null; systemctl reset-failed 2>/dev/null
+  done <<< "$MUTANTS"
+}
+
+if [ "${1-}" = --mutate ]; then
+  shift; mutate "$@"
+  echo "$passed passed, $failed failed"
+  [ $failed = 0 ]; exit
+fi
+
 for check in ${*:-$ALL}; do
   echo "-- $check"; $check
 done

@@ -6,7 +6,12 @@
 //! ```
 //!
 //! Markers are single tokens and are recognised by id, so that text which merely looks like one stays text. The text that comes
-//! with a marker is what was held back before it and belongs to the part the marker ends.
+//! with a marker is what was held back before it and belongs to the part the marker ends. The one exception: a misspelt opening of
+//! the section right before a call, see [`misspelt`].
+
+mod misspelt;
+
+use misspelt::MisspeltOpening;
 
 use crate::model::tokenizer::Tokenizer;
 
@@ -94,6 +99,7 @@ pub struct ChatOutput {
     arguments_empty: bool,
     /// White space at the start of content: dropped when a tool section follows at once.
     held_space: String,
+    misspelt: MisspeltOpening,
     content_begun: bool,
     reasoning_tokens: u32,
 }
@@ -110,6 +116,7 @@ impl ChatOutput {
             call_id: String::new(),
             arguments_empty: true,
             held_space: String::new(),
+            misspelt: MisspeltOpening::default(),
             content_begun: false,
             reasoning_tokens: 0,
         }
@@ -130,6 +137,7 @@ impl ChatOutput {
         let was_reasoning = self.part == Part::Reasoning;
         self.text(text.strip_suffix(self.markers.name(id)).unwrap_or(text), out);
         let m = self.markers;
+        self.decide_misspelt(id, out);
         match id {
             id if id == m.think_end && self.part == Part::Reasoning => self.part = Part::Content,
             id if id == m.section_begin && self.tools => self.begin_section(),
@@ -146,6 +154,8 @@ impl ChatOutput {
 
     /// The answer is over. When it was cut by a limit, a call whose id was being written is none.
     pub fn finish(&mut self, cut: bool, out: &mut Vec<Piece>) {
+        let held = self.misspelt.release();
+        self.visible(&held, out);
         if !cut {
             self.end_call(out);
         }
@@ -159,12 +169,34 @@ impl ChatOutput {
             return;
         }
         match self.part {
-            Part::Reasoning => out.push(Piece::Reasoning(text.into())),
-            Part::Content => self.content(text, out),
+            Part::Reasoning | Part::Content if self.tools => {
+                let certain = self.misspelt.push(text);
+                self.visible(&certain, out);
+            }
+            Part::Reasoning | Part::Content => self.visible(text, out),
             Part::CallId => self.call_id.push_str(text),
             Part::Arguments => self.arguments(text, out),
             Part::Section | Part::After => {}
         }
+    }
+
+    /// Text that is certainly reasoning or content.
+    fn visible(&mut self, text: &str, out: &mut Vec<Piece>) {
+        match self.part {
+            _ if text.is_empty() => {}
+            Part::Reasoning => out.push(Piece::Reasoning(text.into())),
+            _ => self.content(text, out),
+        }
+    }
+
+    /// A control token tells whether the text held back before it was a misspelt marker. Other tokens were decided by their text.
+    fn decide_misspelt(&mut self, id: u32, out: &mut Vec<Piece>) {
+        let held = match id {
+            id if id == self.markers.call_begin || id == self.markers.section_begin => self.misspelt.call_begins(),
+            id if id == self.markers.think_end => self.misspelt.release(),
+            _ => return,
+        };
+        self.visible(&held, out);
     }
 
     fn content(&mut self, text: &str, out: &mut Vec<Piece>) {
@@ -313,6 +345,36 @@ mod tests {
     }
 
     #[test]
+    fn a_misspelt_section_before_a_call_is_none_of_the_text() {
+        let call = ["<call>", "functions.get:0", "<args>", "{}", "</call>", "<|tool_call_section_end|>", "<end>"];
+        for thinking in [true, false] {
+            let feed = [&["pl", "an<|tool_call", "_section", "_begin|>", "\n"][..], &call].concat();
+            let (pieces, _) = run(thinking, true, &feed);
+            let shown = if thinking { Piece::Reasoning } else { Piece::Content };
+            let wanted = [shown("pl".into()), shown("an".into()), begin(0, "functions.get:0", "get"), args(0, "{}")];
+            assert_eq!(pieces, wanted);
+        }
+    }
+
+    #[test]
+    fn a_misspelt_section_before_anything_else_is_text() {
+        let marker = "<|tool_call_section_begin|>";
+        for (feed, wanted) in [
+            (&["say ", marker, " twice"][..], vec![Piece::Content("say ".into()), Piece::Content(format!("{marker} twice"))]),
+            (&[marker, "<end>"], vec![Piece::Content(marker.into())]),
+            (
+                &["<|tool_call", "<call>", "f", "<args>", "</call>"],
+                vec![Piece::Content("<|tool_call".into()), begin(0, "functions.f:0", "f"), args(0, "{}")],
+            ),
+        ] {
+            assert_eq!(run(false, true, feed).0, wanted, "{feed:?}");
+        }
+        let (pieces, _) = run(true, true, &[marker, "</think>", "Hi"]);
+        assert_eq!(pieces, [Piece::Reasoning(marker.into()), Piece::Content("Hi".into())]);
+        assert_eq!(run(false, false, &["<|tool", "_x"]).0, [Piece::Content("<|tool".into()), Piece::Content("_x".into())]);
+    }
+
+    #[test]
     fn text_after_the_section_is_dropped() {
         let (pieces, _) =
             run(false, true, &["Hi", "<section>", "<call>", "functions.a:0", "<args>", "{}", "</call>", "</section>", "more"]);
@@ -401,11 +463,16 @@ mod tests {
     proptest! {
         /// Any order of markers and words: no panic, arguments only for calls that began, indexes in order, reasoning first.
         #[test]
-        fn any_feed_gives_a_well_formed_answer(feed in prop::collection::vec(0u32..9, 0..60), thinking: bool, tools: bool, feed_cut: bool) {
+        fn any_feed_gives_a_well_formed_answer(feed in prop::collection::vec(0u32..11, 0..60), thinking: bool, tools: bool, feed_cut: bool) {
             let mut output = ChatOutput::new(M, thinking, tools, 3);
             let mut pieces = Vec::new();
             for id in feed {
-                let (id, text) = if id == 0 { (WORD, "w ") } else { (id, "") };
+                let (id, text) = match id {
+                    0 => (WORD, "w "),
+                    9 => (WORD, "<|tool_call_section_begin|>"),
+                    10 => (WORD, "<|tool"),
+                    id => (id, ""),
+                };
                 output.token(id, text, &mut pieces);
             }
             output.finish(feed_cut, &mut pieces);

@@ -132,7 +132,7 @@ impl<'a> Fields<'a> {
 }
 
 /// 16 and 16.0 are whole; 1.5, "16" and numbers beyond i64 are not.
-fn whole(value: &Value) -> Option<i64> {
+pub fn whole(value: &Value) -> Option<i64> {
     if let Some(number) = value.as_i64() {
         return Some(number);
     }

@@ -27,7 +27,7 @@ impl CudaAct {
     }
 }
 
-/// A weight matrix `[n, k]`, row-major.
+/// A weight matrix `[n, k]` in half tiles of 8 rows (kernels/products/fragments.cuh), rows rounded up to a multiple of 16.
 pub struct CudaMatrix {
     pub data: CudaSlice<bf16>,
     pub n: usize,

@@ -119,10 +119,10 @@ fn prompts(fields: Fields, app: &App, add_bos: bool) -> Result<Vec<Prompt>, ApiE
     };
     let wrong = || fields.wrong("prompt", value, "a string, a list of strings, token ids or a list of those (none of them empty)");
     match value {
-        Value::String(text) => Ok(vec![text_prompt(app.engine.tokenizer(), text, add_bos)]),
+        Value::String(text) => Ok(vec![text_prompt(app.engine.tokenizer(), text, add_bos)?]),
         Value::Array(list) => match list.first() {
             Some(Value::String(_)) => {
-                let one = |item: &Value| item.as_str().map(|text| text_prompt(app.engine.tokenizer(), text, add_bos)).ok_or_else(wrong);
+                let one = |item: &Value| text_prompt(app.engine.tokenizer(), item.as_str().ok_or_else(wrong)?, add_bos);
                 list.iter().take(app.config.max_choices + 1).map(one).collect()
             }
             Some(Value::Number(_)) => Ok(vec![id_prompt(app, list)?]),
@@ -139,10 +139,14 @@ fn prompts(fields: Fields, app: &App, add_bos: bool) -> Result<Vec<Prompt>, ApiE
     }
 }
 
-fn text_prompt(tokenizer: &Tokenizer, text: &str, add_bos: bool) -> Prompt {
+fn text_prompt(tokenizer: &Tokenizer, text: &str, add_bos: bool) -> Result<Prompt, ApiError> {
     let ids = super::tokenize::encode_raw(tokenizer, text, add_bos);
+    if ids.is_empty() {
+        let message = "prompt holds an empty string and add_special_tokens is false: wanted at least one token to go on from.";
+        return Err(ApiError::invalid("prompt", message));
+    }
     let hidden_first = add_bos && tokenizer.bos().is_some();
-    Prompt { ids, text: text.into(), hidden_first, shows_specials: true }
+    Ok(Prompt { ids, text: text.into(), hidden_first, shows_specials: true })
 }
 
 fn id_prompt(app: &App, list: &[Value]) -> Result<Prompt, ApiError> {

@@ -69,4 +69,24 @@ mod tests {
         assert!(parse_object(b"\xEF\xBB\xBF{\"a\":1}").is_ok());
         assert!(parse_object(b"{\"a\":1e400}").unwrap_err().message.contains("out of range"));
     }
+    /// Names that are asked for in a call, and those in the list of refused fields.
+    fn fields_read() -> std::collections::BTreeSet<String> {
+        let name = regex::Regex::new(r#"[a-z_]\(\s*(?:fields, )?"([a-z_]+)"[,)]|\(\s*"([a-z_]+)", &"#).unwrap();
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/server/openai");
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| std::fs::read_to_string(entry.unwrap().path()).unwrap());
+        let code = files.map(|text| text.split("#[cfg(test)]").next().unwrap_or_default().to_owned()).collect::<String>();
+        let ids = ["chatcmpl", "cmpl"];
+        let found = name.captures_iter(&code).filter_map(|found| Some(found.get(1).or(found.get(2))?.as_str().to_owned()));
+        found.filter(|name| !ids.contains(&name.as_str())).collect()
+    }
+
+    #[test]
+    fn every_field_that_is_read_stands_in_the_documentation() {
+        let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/api.md")).unwrap();
+        let words: std::collections::HashSet<&str> = page.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+        let read = fields_read();
+        assert!(read.len() > 80 && read.contains("temperature") && read.contains("use_beam_search"), "{read:?}");
+        let missing: Vec<_> = read.iter().filter(|name| !words.contains(name.as_str())).collect();
+        assert!(missing.is_empty(), "docs/api.md does not name {missing:?}");
+    }
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::engine::contract::{Sampling, Stop};
 use crate::server::config::ServerConfig;
 use crate::server::error::ApiError;
-use crate::server::fields::{Fields, shown};
+use crate::server::fields::{Fields, shown, whole};
 use crate::speculate::budget::Budget;
 
 /// Most stop strings and stop ids of a request, and the longest stop string in bytes.
@@ -197,8 +197,8 @@ fn stop_ids(fields: Fields, vocab_size: usize) -> Result<Vec<u32>, ApiError> {
 
 /// One token id of the vocabulary.
 pub fn token_id(value: &Value, param: &str, vocab_size: usize) -> Result<u32, ApiError> {
-    let id = value.as_u64().filter(|id| *id < vocab_size as u64);
-    id.map(|id| id as u32).ok_or_else(|| {
+    let id = whole(value).and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < vocab_size);
+    id.ok_or_else(|| {
         let message =
             format!("{param} holds {}: wanted token ids from 0 to {} (the vocabulary has {vocab_size}).", shown(value), vocab_size - 1);
         ApiError::invalid(param, message)
@@ -244,14 +244,14 @@ fn refuse_unsupported(fields: Fields) -> Result<(), ApiError> {
         ("return_tokens_as_token_ids", &off, "token ids are not printed in place of text"),
         ("return_token_ids", &off, "token ids are not returned"),
         ("priority", &zero, "requests are served in order of arrival"),
-        ("cache_salt", &empty, "the prefix cache is shared by all clients"),
+        ("cache_salt", &empty, "prompts are not cached between requests"),
         ("kv_transfer_params", &[], "there is no KV transfer"),
         ("vllm_xargs", &empty, "there are no extra arguments"),
         ("thinking_token_budget", &[], "reasoning ends with max_tokens"),
         ("logits_processor", &[], "use logit_bias or response_format"),
         ("mm_processor_kwargs", &empty, "this server reads text only"),
         ("prompt_embeds", &[], "send text or token ids"),
-        ("prompt_cache_retention", &[json!("in_memory")], "the prefix cache lives in memory"),
+        ("prompt_cache_retention", &[json!("in_memory")], "prompts are not cached between requests"),
         ("background", &off, "answers are not stored"),
         ("store", &off, "answers are not stored"),
     ];
@@ -278,6 +278,7 @@ mod tests {
             ("repetition_penalty", vec![json!(1.0), json!(0.01)], vec![json!(0), json!(-1), json!(1e-40)]),
             ("n", vec![json!(1), json!(128)], vec![json!(0), json!(-1), json!(100_000)]),
             ("stop", vec![json!([]), json!("x"), json!(["a", "b", "c", "d", "e"])], vec![json!(""), json!([""]), json!(7), json!([7])]),
+            ("stop_token_ids", vec![json!([0, 5.0, 4095])], vec![json!([4096]), json!([-1]), json!([0.5]), json!(["5"])]),
             ("seed", vec![json!(0), json!(u64::MAX)], vec![json!(-1), json!(1.5)]),
             ("logit_bias", vec![json!({"4095": -100})], vec![json!({"4096": 5}), json!({"-1": 5}), json!({"abc": 5}), json!({"5": 1000})]),
             ("speculation", vec![json!("off"), json!("tree:32")], vec![json!("tree:65"), json!("fast")]),

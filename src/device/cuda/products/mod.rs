@@ -1,74 +1,184 @@
-//! Products with weights and what stands between them: embeddings, norms, dense layers, experts.
+//! Products with weights and what stands between them: embeddings, norms, dense layers, experts. Kernels in kernels/products.
+//!
+//! Every operation only enqueues, with launches sized by the rows' bound, so it can be recorded into a graph. Kernels are launched
+//! as programmatic dependents: a kernel's first weights are on their way while its predecessor still drains.
+//!
+//! Whatever `Numerics` says, up to [`EXACT_ROWS`] rows a row's sums are taken in an order that depends on the matrix alone.
 
-use super::buffers::{CudaAct, CudaMatrix, CudaVector, View};
-use super::device::CudaDevice;
-use super::error::CudaError;
+pub mod experts;
+mod linear;
+pub mod moe;
+pub mod routing;
+mod rows;
+mod upload;
+
+use std::ffi::c_void;
+
+use cudarc::driver::{CudaFunction, CudaSlice, sys};
+
+use super::error::{CudaError, During};
 use super::gpu::Gpu;
-use super::rows::CudaRows;
-use crate::device::host::HostExpert;
-use crate::device::{DeviceError, Mlp, Moe, Result};
-use crate::model::tensor::Matrix;
 
-pub struct Products {}
+pub use experts::CudaExperts;
+pub use routing::HostRoutes;
 
-pub struct CudaExperts {}
+/// Passes of up to this many rows sum in an order that does not depend on their number; longer ones are prompt chunks.
+pub const EXACT_ROWS: usize = 512;
+
+/// Places where blocks that share a sum count their arrivals.
+const ARRIVALS: usize = 1 << 16;
+
+/// The kernels of this module.
+pub struct Products {
+    dense: [CudaFunction; 3],
+    gate_up: [CudaFunction; 3],
+    down: [CudaFunction; 3],
+    combine: CudaFunction,
+    tile_int4: CudaFunction,
+    unpack_int4: CudaFunction,
+    random_int4: CudaFunction,
+    route_all: CudaFunction,
+    route_choose: CudaFunction,
+    route_sort: CudaFunction,
+    embed: CudaFunction,
+    rms_norm: CudaFunction,
+    add_rows: CudaFunction,
+    copy_rows: CudaFunction,
+    keep_last: CudaFunction,
+    tile_weights: CudaFunction,
+    untile_weights: CudaFunction,
+    random_weights: CudaFunction,
+    /// Zeros between launches; the last block of a sum puts its zero back.
+    arrivals: CudaSlice<u32>,
+    /// Benches: experts are chosen uniformly, by a hash of layer and row.
+    uniform_routing: std::cell::Cell<bool>,
+}
 
 impl Products {
-    pub fn load(_gpu: &Gpu) -> std::result::Result<Self, CudaError> {
-        Ok(Self {})
+    pub fn load(gpu: &Gpu) -> Result<Self, CudaError> {
+        let (dense, experts) = (gpu.module("products_dense")?, gpu.module("products_experts")?);
+        let (routing, rows) = (gpu.module("products_routing")?, gpu.module("products_rows")?);
+        let by_tiles = |module, name: &str, shared| -> Result<[CudaFunction; 3], CudaError> {
+            let one = |rows: usize| gpu.function(module, &format!("{name}_{rows}"), shared);
+            Ok([one(8)?, one(16)?, one(32)?])
+        };
+        Ok(Self {
+            dense: by_tiles(&dense, "dense", MAX_SHARED)?,
+            gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
+            down: by_tiles(&experts, "down", MAX_SHARED)?,
+            combine: gpu.function(&experts, "combine", 0)?,
+            tile_int4: gpu.function(&experts, "tile_int4", 0)?,
+            unpack_int4: gpu.function(&experts, "unpack_int4", 0)?,
+            random_int4: gpu.function(&experts, "random_int4", 0)?,
+            route_all: gpu.function(&routing, "route_all", 0)?,
+            route_choose: gpu.function(&routing, "route_choose", 0)?,
+            route_sort: gpu.function(&routing, "route_sort", 0)?,
+            embed: gpu.function(&rows, "embed", 0)?,
+            rms_norm: gpu.function(&rows, "rms_norm", 0)?,
+            add_rows: gpu.function(&rows, "add_rows", 0)?,
+            copy_rows: gpu.function(&rows, "copy_rows", 0)?,
+            keep_last: gpu.function(&rows, "keep_last", 0)?,
+            tile_weights: gpu.function(&rows, "tile_weights", 0)?,
+            untile_weights: gpu.function(&rows, "untile_weights", 0)?,
+            random_weights: gpu.function(&rows, "random_weights", 0)?,
+            arrivals: gpu.stream.alloc_zeros(ARRIVALS).during("allocating arrival counters")?,
+            uniform_routing: std::cell::Cell::new(false),
+        })
     }
 }
 
-fn missing<T>() -> Result<T> {
-    Err(DeviceError("this operation has no kernel yet".into()))
+impl super::device::CudaDevice {
+    /// Benches: from now on experts are chosen uniformly at random (by a hash of layer and row), whatever the router says.
+    pub fn set_uniform_routing(&self, uniform: bool) {
+        self.products.uniform_routing.set(uniform);
+    }
 }
 
-#[allow(unused_variables)]
-impl CudaDevice {
-    pub(super) fn upload_matrix(&self, weights: &Matrix<'_>) -> Result<CudaMatrix> {
-        missing()
+/// Dynamic shared memory that a block may use: what every supported card has.
+const MAX_SHARED: u32 = 99 * 1024 - 256;
+
+/// Which of the three kernels (8, 16 or 32 rows a tile) and how many rows its tile has.
+fn tile_of(rows: usize) -> (usize, usize) {
+    match rows {
+        0..=8 => (0, 8),
+        9..=16 => (1, 16),
+        _ => (2, 32),
     }
-    pub(super) fn upload_vector(&self, values: &[f32]) -> Result<CudaVector> {
-        missing()
+}
+
+/// Enqueues one kernel as a programmatic dependent of the one before it. May be captured.
+///
+/// # Safety
+/// `arguments` point at the kernel's parameters in order; device pointers in them stay valid until it (or the last replay of a
+/// graph that holds it) has run. The kernel waits for its predecessor before it touches what others write.
+unsafe fn enqueue(
+    gpu: &Gpu,
+    function: &CudaFunction,
+    grid: (u32, u32, u32),
+    threads: u32,
+    shared: u32,
+    arguments: &mut [*mut c_void],
+) -> Result<(), CudaError> {
+    gpu.context.bind_to_thread().during("binding the context")?;
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: grid.0,
+        gridDimY: grid.1,
+        gridDimZ: grid.2,
+        blockDimX: threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shared,
+        hStream: gpu.stream.cu_stream(),
+        attrs: &raw mut attribute,
+        numAttrs: 1,
+    };
+    // SAFETY: `config` and its attribute outlive the call; the rest is promised by the caller.
+    unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
+        .result()
+        .during("launching a kernel")
+}
+
+/// The same for kernels whose parameters take 8 bytes or less each ([`super::buffers::Argument::bits`]).
+///
+/// # Safety
+/// As for [`enqueue`].
+unsafe fn enqueue_values(
+    gpu: &Gpu,
+    function: &CudaFunction,
+    grid: (u32, u32, u32),
+    threads: u32,
+    values: &mut [u64],
+) -> Result<(), CudaError> {
+    let mut pointers = [std::ptr::null_mut(); 16];
+    for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
+        *pointer = (&raw mut *value).cast();
     }
-    pub(super) fn upload_experts(&self, weights: &[HostExpert<'_>]) -> Result<CudaExperts> {
-        missing()
-    }
-    pub(super) fn new_act(&self, rows: usize, width: usize) -> Result<CudaAct> {
-        missing()
-    }
-    pub(super) fn embed_rows(&self, table: &CudaMatrix, first: u32, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn rms_norm_rows(&self, x: &CudaAct, weight: &CudaVector, eps: f32, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    /// `out[row] = x[row] W^T` for every row of the bound. Used by all other operations.
-    pub(super) fn product(&self, x: View, weight: &CudaMatrix, rows: &CudaRows, out: View) -> Result<()> {
-        missing()
-    }
-    pub(super) fn add_rows(&self, x: &mut CudaAct, y: &CudaAct, rows: &CudaRows) -> Result<()> {
-        missing()
-    }
-    pub(super) fn copy_rows(&self, x: &CudaAct, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn mlp_rows(&self, weights: &Mlp<Self>, h: &CudaAct, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn moe_rows(&self, weights: &Moe<Self>, h: &CudaAct, rows: &CudaRows, layer: usize, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn tap_rows(&self, x: &CudaAct, rows: &CudaRows, index: usize, taps: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn gather_rows(&self, taps: &CudaAct, accepted: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        missing()
-    }
-    pub(super) fn keep_last_row(&self, h: &CudaAct, rows: &CudaRows, out: &mut CudaAct, last: &mut CudaRows) -> Result<()> {
-        missing()
-    }
-    pub(super) fn read_act(&self, x: &CudaAct, rows: usize) -> Result<Vec<f32>> {
-        missing()
-    }
+    // SAFETY: promised by the caller.
+    unsafe { enqueue(gpu, function, grid, threads, 0, &mut pointers[..values.len()]) }
+}
+
+/// The same for a kernel with one struct as its parameter.
+///
+/// # Safety
+/// As for [`enqueue`]; `T` mirrors the kernel's struct.
+unsafe fn enqueue_struct<T>(
+    gpu: &Gpu,
+    function: &CudaFunction,
+    grid: (u32, u32, u32),
+    threads: u32,
+    shared: usize,
+    parameters: &mut T,
+) -> Result<(), CudaError> {
+    // SAFETY: promised by the caller.
+    unsafe { enqueue(gpu, function, grid, threads, shared as u32, &mut [(&raw mut *parameters).cast()]) }
+}
+
+/// A number that the kernels count in 32 bits.
+fn int(value: usize) -> i32 {
+    i32::try_from(value).expect("sizes of a model fit 32 bits")
 }

@@ -24,7 +24,7 @@ pub use kernels::RoundKernels;
 use kernels::{Grid, by_value, launch};
 use layout::*;
 use memory::{Pool, RoundMemory};
-use plan::{Launches, Planned};
+use plan::{Planned, Sizes};
 use requests::Running;
 use staging::{Pinned, Staging};
 
@@ -42,7 +42,7 @@ pub struct CudaRound {
     planned: Vec<Planned>,
     /// The plan as it is handed over.
     words: Vec<u32>,
-    launches: Launches,
+    sizes: Sizes,
     /// Planned rows.
     rows: usize,
     /// Keys any planned row may see at most, rounded up.
@@ -66,7 +66,7 @@ impl CudaDevice {
             words: Vec::with_capacity(PLAN_HEAD + SHARE_WORDS * limits.requests),
             limits: limits.clone(),
             memory,
-            launches: Launches::default(),
+            sizes: Sizes::default(),
             rows: 0,
             reach: 0,
             begun: false,
@@ -127,7 +127,7 @@ impl CudaRound {
     }
 
     pub fn place_blocks(&self, device: &CudaDevice, mask_token: u32, rows: &mut CudaRows) -> Result<()> {
-        let (groups, block) = (self.launches.drafting, self.limits.block.max(1));
+        let (groups, block) = (self.sizes.drafting, self.limits.block.max(1));
         self.fits(rows, groups * block)?;
         self.describe(rows, groups * block, groups, self.reach);
         let mut values = [mask_token.bits(), (rows.bound as i32).bits(), (groups as i32).bits()];
@@ -139,7 +139,7 @@ impl CudaRound {
 
     pub fn marginals(&mut self, device: &CudaDevice, logits: &CudaAct) -> Result<()> {
         let slots = self.limits.block.max(1) - 1;
-        let items = self.launches.drafting * slots;
+        let items = self.sizes.drafting * slots;
         if items == 0 {
             return Ok(());
         }
@@ -150,19 +150,19 @@ impl CudaRound {
     }
 
     pub fn grow(&mut self, device: &CudaDevice) -> Result<()> {
-        if self.launches.groups == 0 {
+        if self.sizes.groups == 0 {
             return Ok(());
         }
         let slots = self.limits.block.max(1) - 1;
-        let grid = Grid { shared: (slots * 63 * 8) as u32, ..Grid::new(self.launches.groups, 1, 32) };
+        let grid = Grid { shared: (slots * 63 * 8) as u32, ..Grid::new(self.sizes.groups, 1, 32) };
         // SAFETY: the parameter of `round_grow`, with room for the marginals of a full tree.
         unsafe { launch(&device.gpu, &device.rounds.grow, grid, &[by_value(&self.memory.pointers)], &mut [])? };
         Ok(())
     }
 
     pub fn place_trees(&self, device: &CudaDevice, rows: &mut CudaRows) -> Result<()> {
-        self.fits(rows, self.launches.rows)?;
-        self.describe(rows, self.launches.rows, self.launches.groups, self.reach);
+        self.fits(rows, self.sizes.rows)?;
+        self.describe(rows, self.sizes.rows, self.sizes.groups, self.reach);
         let mut values = [(rows.bound as i32).bits(), (rows.group_bound as i32).bits()];
         let structs = [by_value(&self.memory.pointers), by_value(&rows.pointers(&device.gpu))];
         // SAFETY: the parameters of `round_place_trees`; the rows hold the bound.
@@ -171,31 +171,31 @@ impl CudaRound {
     }
 
     pub fn sample(&mut self, device: &CudaDevice, logits: &CudaAct) -> Result<()> {
-        let (rows, vocab) = (self.launches.rows, self.limits.vocab);
+        let (rows, vocab) = (self.sizes.rows, self.limits.vocab);
         if rows == 0 {
             return Ok(());
         }
         self.sees(logits, self.rows)?;
         let kernels = &device.rounds;
         self.over_logits(device, &kernels.scan, Grid::new(vocab.div_ceil(SCAN_CHUNK), rows, 256), logits)?;
-        if self.launches.draws {
+        if self.sizes.draws {
             self.over_logits(device, &kernels.draw, Grid::new(8, rows, 512), logits)?;
         }
-        if self.launches.reports {
+        if self.sizes.reports {
             self.over_logits(device, &kernels.report, Grid::new(vocab.div_ceil(TOP_CHUNK), rows, 256), logits)?;
         }
         Ok(())
     }
 
     pub fn walk_and_commit(&mut self, device: &CudaDevice, latents: &mut CudaLatents, accepted: &mut CudaRows) -> Result<()> {
-        let bucket = self.launches;
-        if bucket.rows == 0 {
+        let sizes = self.sizes;
+        if sizes.rows == 0 {
             return Ok(());
         }
-        self.fits(accepted, bucket.rows)?;
-        self.describe(accepted, bucket.rows, bucket.groups, self.reach);
+        self.fits(accepted, sizes.rows)?;
+        self.describe(accepted, sizes.rows, sizes.groups, self.reach);
         let gpu = &device.gpu;
-        let mut values = [(bucket.rows as i32).bits(), (bucket.groups as i32).bits()];
+        let mut values = [(sizes.rows as i32).bits(), (sizes.groups as i32).bits()];
         let row_bytes = latents.data.len() / (latents.layers * latents.slots).max(1) * 2;
         if !row_bytes.is_multiple_of(16) || row_bytes > 96 * 16 {
             return Err(DeviceError(format!("latent rows of {row_bytes} bytes, wanted a multiple of 16 up to 1536")));
@@ -207,7 +207,7 @@ impl CudaRound {
         unsafe {
             let structs = [pointers, by_value(&accepted.pointers(gpu))];
             launch(gpu, &device.rounds.walk, Grid::new(1, 1, 1024), &structs, &mut values)?;
-            launch(gpu, &device.rounds.shift, Grid::new(latents.layers, bucket.groups, 96), &[pointers], &mut moved)?;
+            launch(gpu, &device.rounds.shift, Grid::new(latents.layers, sizes.groups, 96), &[pointers], &mut moved)?;
         }
         Ok(())
     }

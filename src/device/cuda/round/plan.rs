@@ -10,9 +10,9 @@ use super::memory::result_places;
 use crate::device::{Bucket, DeviceError, Phase, Result, Share};
 use crate::speculate::budget::MAX_ROWS;
 
-/// Everything the launches of a planned round depend on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Launches {
+/// What the launches of a planned round are sized by.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sizes {
     /// Verify rows, rounded up to a power of two.
     pub rows: usize,
     /// Requests, rounded up likewise.
@@ -49,7 +49,7 @@ impl CudaRound {
         let words = &mut self.words;
         words.clear();
         words.resize(PLAN_HEAD, 0);
-        (self.planned.clear(), self.launches = Launches::default());
+        (self.planned.clear(), self.sizes = Sizes::default());
         let (mut first, mut drafting, mut reach) = (0, 0, 0);
         for (at, share) in shares.iter().enumerate() {
             let running = self.requests[share.request].as_mut().expect("checked");
@@ -60,8 +60,8 @@ impl CudaRound {
             }
             words.extend([share.request as u32, share.rows as u32, u32::from(share.chain), first as u32, 0, 0, 0, 0]);
             self.planned.push(Planned { share: *share, first, reports: running.reports });
-            self.launches.draws |= running.draws;
-            self.launches.reports |= running.reports;
+            self.sizes.draws |= running.draws;
+            self.sizes.reports |= running.reports;
             reach = reach.max(running.length + running.planned + share.rows.max(if drafts { slots + 1 } else { 0 }));
             running.planned += share.rows;
             first += share.rows;
@@ -69,9 +69,9 @@ impl CudaRound {
         words[..5].copy_from_slice(&[shares.len() as u32, drafting as u32, u32::from(begin), records as u32, reports as u32]);
         let padded = |n: usize, most: usize| if n == 0 { 0 } else { n.next_power_of_two().min(most) };
         let requests = self.limits.requests.min(self.limits.verify_rows);
-        self.launches.rows = padded(rows, self.limits.verify_rows);
-        self.launches.groups = padded(shares.len(), requests);
-        self.launches.drafting = padded(drafting, requests);
+        self.sizes.rows = padded(rows, self.limits.verify_rows);
+        self.sizes.groups = padded(shares.len(), requests);
+        self.sizes.drafting = padded(drafting, requests);
         self.rows = rows;
         self.reach = reach.next_power_of_two().max(1024);
         (self.begun, self.unread) = (begin, true);
@@ -102,13 +102,16 @@ impl CudaRound {
         Ok(())
     }
 
-    /// The bucket of the planned round: drafting does not depend on its verify rows, nor on how tokens are chosen.
+    /// Rounds of one bucket enqueue the same launches. The first token after a prompt is not recorded.
     pub fn bucket(&self, phase: Phase) -> Option<Bucket> {
-        let Launches { rows, groups, drafting, draws, reports } = self.launches;
-        let (requests, of_drafts) = (groups as u16, drafting as u16);
-        Some(match phase {
-            Phase::Draft => Bucket { phase, rows: 0, requests, drafting: of_drafts, extras: 0 },
-            Phase::Verify => Bucket { phase, rows: rows as u16, requests, drafting: 0, extras: u8::from(draws) | u8::from(reports) << 1 },
+        let sizes = &self.sizes;
+        let verify = phase == Phase::Verify;
+        (self.unread && !self.begun).then(|| Bucket {
+            phase,
+            rows: if verify { sizes.rows as u16 } else { 0 },
+            requests: sizes.groups as u16,
+            drafting: sizes.drafting as u16,
+            extras: if verify { u8::from(sizes.draws) | u8::from(sizes.reports) << 1 } else { 0 },
         })
     }
 

@@ -21,7 +21,7 @@ impl CudaRound {
             return Ok(Vec::new());
         }
         let (shares, gpu) = (self.planned.len(), &device.gpu);
-        let bytes = result_bytes(shares, self.rows, if self.launches.reports { self.rows } else { 0 });
+        let bytes = result_bytes(shares, self.rows, if self.sizes.reports { self.rows } else { 0 });
         // SAFETY: the result is at least that long on both sides, and the copy is awaited below.
         unsafe {
             let target = self.result.target(bytes);
@@ -33,7 +33,7 @@ impl CudaRound {
         let all = self.result.bytes(bytes);
         let results: &[ShareResult] = bytemuck::cast_slice(&all[..records_at]);
         let records: &[RowResult] = bytemuck::cast_slice(&all[records_at..records_at + self.rows * size_of::<RowResult>()]);
-        let reports: &[Report] = if self.launches.reports { bytemuck::cast_slice(&all[reports_at..]) } else { &[] };
+        let reports: &[Report] = if self.sizes.reports { bytemuck::cast_slice(&all[reports_at..]) } else { &[] };
         let mut outcomes = Vec::with_capacity(shares);
         for (planned, result) in self.planned.iter().zip(results) {
             let mut outcome = decode(planned, result, &records[planned.first..][..planned.share.rows], reports, self.limits.vocab)?;

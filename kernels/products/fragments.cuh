@@ -1,0 +1,90 @@
+// How weights and activations lie so that mma.sync operands come from 16-byte loads, and the dequantisation of INT4.
+//
+// One tensor-core product is D[16 weight rows][8 activation rows] += A[16][16] B[16][8]. Weights are A: 1 to 8 activation rows cost
+// one tile. The order of k inside a product is free as long as A and B agree, so a *unit* of 32 k is cut by lane: lane (g, t) =
+// (lane / 4, lane % 4) holds k = 8t .. 8t + 7 of row g, which makes two products of 16 k out of one 16-byte word.
+//
+// Dense weights: [ceil(n / 8)][k / 32][32 lanes][8] bf16, a *half tile* of 8 rows being k / 32 units of 512 bytes. Any two half
+// tiles make an A operand, so gate and up rows of a SwiGLU block meet in one thread.
+// Activations in shared memory: [unit][activation tile of 8 rows][32 lanes][8] bf16.
+// INT4 weights: tiles of 16 rows, [k / 128][1152 bytes]: two words of 16 bytes a lane (64 k each: row g and row g + 8 of both
+// units), then 16 bytes of scales for each g (groups 0 .. 3 of row g, then of row g + 8).
+#pragma once
+#include "../verify/ptx.cuh"
+
+constexpr int UNIT = 32;              // k of a unit
+constexpr int STEP = 128;             // k of a step of INT4 weights
+constexpr int STEP_BYTES = 1152;
+
+// A kernel launched as a programmatic dependent starts while its predecessor drains: before it touches anything that an earlier
+// kernel reads or writes it must wait. Without that launch attribute both are no-ops.
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Weights are read once: past L1, through the read-only path.
+__device__ __forceinline__ uint4 load_weights(const void* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// Eight f32 as bf16.
+__device__ __forceinline__ uint4 round8(const float (&x)[8]) {
+  return {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
+}
+// What rounding took away, as bf16: the second term of a product in almost f32 precision.
+__device__ __forceinline__ uint4 rest8(const float (&x)[8], const uint4& high) {
+  const uint32_t h[4] = {high.x, high.y, high.z, high.w};
+  float r[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    r[2 * i] = x[2 * i] - __uint_as_float(h[i] << 16);
+    r[2 * i + 1] = x[2 * i + 1] - __uint_as_float(h[i] & 0xffff0000u);
+  }
+  return round8(r);
+}
+__device__ __forceinline__ void load8(float (&x)[8], const float* p) {
+  const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// One unit: two products. `low` and `high` are the words of the two half tiles.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const uint4& high, const uint4& x) {
+  const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+  mma(d, first, x.x, x.y);
+  mma(d, second, x.z, x.w);
+}
+
+// bf16(q * scale) of 8 nibbles, as the checkpoint's unpacker rounds it. Element e lies at bits 4 (e / 2) + 16 (e % 2); a nibble is
+// q + 8. 128 + nibble is exact in bf16, so is q; the product of 4 and 8 significant bits is rounded once.
+__device__ __forceinline__ uint4 unpack8(uint32_t word, uint32_t scales) {
+  uint32_t v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = (word >> (4 * i) & 0x000f000fu) | 0x43004300u;
+    asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(0x43084308u));
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(scales));
+  }
+  return {v[0], v[1], v[2], v[3]};
+}
+__device__ __forceinline__ uint32_t both(uint32_t pair, int which) { return __byte_perm(pair, 0, which ? 0x3232 : 0x1010); }
+
+// A lane's share of one step of INT4 weights.
+struct Step {
+  uint4 w[2];
+  uint4 scales;
+};
+__device__ __forceinline__ void load_step(Step& s, const uint8_t* at, int lane) {
+  s.w[0] = load_weights(at + lane * 16);
+  s.w[1] = load_weights(at + 512 + lane * 16);
+  s.scales = load_weights(at + 1024 + (lane >> 2) * 16);
+}
+// Unit `unit` (0 .. 3) of a step as two half-tile words.
+__device__ __forceinline__ void unpack_unit(const Step& s, int unit, uint4& low, uint4& high) {
+  const uint4& w = s.w[unit / 2];
+  const uint32_t below = unit / 2 ? s.scales.y : s.scales.x, above = unit / 2 ? s.scales.w : s.scales.z;
+  low = unpack8(unit % 2 ? w.z : w.x, both(below, unit % 2));
+  high = unpack8(unit % 2 ? w.w : w.y, both(above, unit % 2));
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate * up / (1.0f + expf(-gate)); }

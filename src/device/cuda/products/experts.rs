@@ -1,0 +1,297 @@
+//! INT4 experts of one layer on the card, and the grouped products over the rows that chose them (kernels/products/experts.cu).
+
+use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{CudaSlice, DevicePtr};
+use half::bf16;
+
+use super::super::buffers::{Argument, CudaAct, View};
+use super::super::device::CudaDevice;
+use super::super::error::{CudaError, During};
+use super::super::gpu::Gpu;
+use super::super::rows::CudaRows;
+use super::super::scratch::Use;
+use super::routing::WorkList;
+use super::{ARRIVALS, EXACT_ROWS, Products, enqueue_struct, enqueue_values, int};
+use crate::device::host::HostExpert;
+use crate::device::{DeviceError, Result};
+use crate::model::tensor::Int4Matrix;
+
+/// Columns of one step of INT4 weights and its bytes: nibbles and scales of 16 rows.
+const STEP: usize = 128;
+const STEP_BYTES: usize = 1152;
+const GROUP: usize = 32;
+const TILES: usize = 4;
+const HALVES: usize = 2;
+/// Blocks per multiprocessor of the persistent kernels.
+const BLOCKS: u32 = 2;
+/// Bytes of activations that a block holds.
+const STAGED: usize = 64 * 1024;
+
+/// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
+pub struct CudaExperts {
+    gate_up: CudaSlice<u8>,
+    down: CudaSlice<u8>,
+    pub experts: usize,
+    pub inner: usize,
+    pub hidden: usize,
+}
+
+/// Mirror of `struct GateUp` in experts.cu.
+#[repr(C)]
+struct GateUp {
+    weights: CUdeviceptr,
+    x: CUdeviceptr,
+    x_stride: i64,
+    inner: CUdeviceptr,
+    partial: CUdeviceptr,
+    arrived: CUdeviceptr,
+    list: CUdeviceptr,
+    places: i32,
+    k: i32,
+    tiles: i32,
+    steps: i32,
+    slice: i32,
+    piece: i32,
+    stretches: i32,
+    top_k: i32,
+}
+
+/// Mirror of `struct Down` in experts.cu.
+#[repr(C)]
+struct Down {
+    weights: CUdeviceptr,
+    inner: CUdeviceptr,
+    outer: CUdeviceptr,
+    list: CUdeviceptr,
+    places: i32,
+    k: i32,
+    tiles: i32,
+    steps: i32,
+    parts: i32,
+    unused: i32,
+}
+
+fn gate_up_bytes(inner: usize, hidden: usize) -> usize {
+    inner / 8 * hidden.div_ceil(STEP) * STEP_BYTES
+}
+
+fn down_bytes(inner: usize, hidden: usize) -> usize {
+    hidden / 16 * inner.div_ceil(STEP) * STEP_BYTES
+}
+
+impl CudaExperts {
+    /// Random experts made on the card, weights around `scale`: for benches without a checkpoint.
+    pub fn random(device: &CudaDevice, experts: usize, inner: usize, hidden: usize, scale: f32, seed: u64) -> Result<Self> {
+        let new = Self::empty(&device.gpu, experts, inner, hidden)?;
+        for (data, seed) in [(&new.gate_up, 2 * seed), (&new.down, 2 * seed + 1)] {
+            let steps = (data.len() / STEP_BYTES) as u64;
+            let mut values = [data.device_ptr(&device.gpu.stream).0.bits(), steps.bits(), scale.bits(), seed.bits()];
+            let grid = (8 * device.gpu.sms, 1, 1);
+            // SAFETY: the parameters of random_int4; the buffers outlive the launch.
+            unsafe { enqueue_values(&device.gpu, &device.products.random_int4, grid, 256, &mut values)? };
+        }
+        Ok(new)
+    }
+
+    fn empty(gpu: &Gpu, experts: usize, inner: usize, hidden: usize) -> Result<Self> {
+        if experts == 0 || inner == 0 || hidden == 0 || !inner.is_multiple_of(GROUP) || !hidden.is_multiple_of(GROUP) {
+            return Err(DeviceError(format!(
+                "{experts} experts of {inner} x {hidden}: the CUDA device wants both widths to be multiples of {GROUP}; use fewer ranks"
+            )));
+        }
+        // SAFETY: the callers' kernels write all of them.
+        let (gate_up, down) = unsafe {
+            let of = |bytes: usize| gpu.stream.alloc::<u8>(experts * bytes).during("allocating experts");
+            (of(gate_up_bytes(inner, hidden))?, of(down_bytes(inner, hidden))?)
+        };
+        Ok(Self { gate_up, down, experts, inner, hidden })
+    }
+
+    /// Bytes of one expert that a pass reads when it has rows: nibbles and scales of its three matrices.
+    pub fn bytes_per_expert(&self) -> usize {
+        let weights = 3 * self.inner * self.hidden;
+        weights / 2 + weights / GROUP * 2
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.experts * self.bytes_per_expert()
+    }
+
+    /// Gate, up and down of one expert as the kernels unpack them, row-major: for tests.
+    pub fn unpack(&self, device: &CudaDevice, expert: usize) -> Result<[Vec<bf16>; 3]> {
+        let (inner, hidden) = (self.inner, self.hidden);
+        let gate_up = self.unpack_tiles(device, &self.gate_up, expert * gate_up_bytes(inner, hidden), inner / 8, hidden)?;
+        let down = self.unpack_tiles(device, &self.down, expert * down_bytes(inner, hidden), hidden / 16, inner)?;
+        let half = |upper: usize| -> Vec<bf16> {
+            (0..inner).flat_map(|row| gate_up[(row / 8 * 16 + upper * 8 + row % 8) * hidden..][..hidden].to_vec()).collect()
+        };
+        Ok([half(0), half(1), down])
+    }
+
+    fn unpack_tiles(&self, device: &CudaDevice, data: &CudaSlice<u8>, at: usize, tiles: usize, k: usize) -> Result<Vec<bf16>> {
+        let (gpu, steps) = (&device.gpu, k.div_ceil(STEP));
+        let out = gpu.stream.alloc_zeros::<bf16>(tiles * 16 * steps * STEP).during("allocating unpacked experts")?;
+        let from = data.device_ptr(&gpu.stream).0 + at as u64;
+        let mut values = [from.bits(), int(tiles).bits(), int(steps).bits(), out.device_ptr(&gpu.stream).0.bits()];
+        // SAFETY: the parameters of unpack_int4; `out` lives until the copy below has waited.
+        unsafe { enqueue_values(gpu, &device.products.unpack_int4, (gpu.sms, 1, 1), 256, &mut values)? };
+        let all = gpu.stream.clone_dtoh(&out).during("reading unpacked experts")?;
+        Ok(all.chunks_exact(steps * STEP).flat_map(|row| row[..k].to_vec()).collect())
+    }
+}
+
+/// A raw INT4 matrix on the card.
+struct Raw {
+    packed: CudaSlice<u8>,
+    scales: CudaSlice<bf16>,
+}
+
+impl Raw {
+    fn upload(gpu: &Gpu, matrix: &Int4Matrix<'_>) -> std::result::Result<Self, CudaError> {
+        let packed = gpu.stream.clone_htod(&matrix.packed[..]).during("uploading an expert")?;
+        Ok(Self { packed, scales: gpu.stream.clone_htod(&matrix.scales[..]).during("uploading an expert's scales")? })
+    }
+
+    fn at(&self, gpu: &Gpu) -> [u64; 2] {
+        [self.packed.device_ptr(&gpu.stream).0.bits(), self.scales.device_ptr(&gpu.stream).0.bits()]
+    }
+}
+
+fn tile(gpu: &Gpu, products: &Products, raw: &Raw, pair: Option<&Raw>, tiles: usize, k: usize, to: CUdeviceptr) -> Result<()> {
+    let ([packed, scales], [pair_packed, pair_scales]) = (raw.at(gpu), pair.map_or([0, 0], |pair| pair.at(gpu)));
+    let steps = k.div_ceil(STEP);
+    let mut values = [packed, scales, pair_packed, pair_scales, int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits()];
+    // SAFETY: the parameters of tile_int4; the raw matrices are freed in stream order, after it.
+    unsafe { enqueue_values(gpu, &products.tile_int4, ((tiles * steps).div_ceil(8) as u32, 1, 1), 256, &mut values)? };
+    Ok(())
+}
+
+impl CudaDevice {
+    pub(in crate::device::cuda) fn upload_experts(&self, weights: &[HostExpert<'_>]) -> Result<CudaExperts> {
+        let first = weights.first().ok_or_else(|| DeviceError("a layer without experts".into()))?;
+        let (inner, hidden) = (first.gate.rows, first.gate.columns);
+        let fits = |m: &Int4Matrix<'_>, rows, columns| m.rows == rows && m.columns == columns && m.group == GROUP;
+        if !weights.iter().all(|e| fits(&e.gate, inner, hidden) && fits(&e.up, inner, hidden) && fits(&e.down, hidden, inner)) {
+            return Err(DeviceError(format!("experts of one layer differ in shape, or their groups are not of {GROUP} weights")));
+        }
+        let experts = CudaExperts::empty(&self.gpu, weights.len(), inner, hidden)?;
+        let (gate_up, down) = (experts.gate_up.device_ptr(&self.gpu.stream).0, experts.down.device_ptr(&self.gpu.stream).0);
+        for (i, expert) in weights.iter().enumerate() {
+            let of = |matrix| Raw::upload(&self.gpu, matrix);
+            let (gate, up) = (of(&expert.gate)?, of(&expert.up)?);
+            let to = gate_up + (i * gate_up_bytes(inner, hidden)) as u64;
+            tile(&self.gpu, &self.products, &gate, Some(&up), inner / 8, hidden, to)?;
+            let to = down + (i * down_bytes(inner, hidden)) as u64;
+            tile(&self.gpu, &self.products, &of(&expert.down)?, None, hidden / 16, inner, to)?;
+        }
+        Ok(experts)
+    }
+
+    /// `silu(gate x) * up x` of every choice in the list, bf16 in sorted order. Returns where it lies.
+    pub(super) fn experts_up(&self, experts: &CudaExperts, x: View, list: &WorkList, bound: usize, top_k: usize) -> Result<CUdeviceptr> {
+        let gpu = &self.gpu;
+        let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
+        let groups = tiles.div_ceil(TILES);
+        // Depends on the experts' shape alone: 32 items of an expert keep 132 multiprocessors busy from 8 experts on.
+        let stretches = if bound > EXACT_ROWS { 1 } else { (32 / groups).clamp(1, (steps / (HALVES * 4)).max(1)) };
+        let slice = steps.div_ceil(HALVES * stretches);
+        let stretches = steps.div_ceil(HALVES * slice);
+        let activation_tiles = list.rows_per_entry / 8;
+        let depth = if activation_tiles == 4 { 2 } else { 4 };
+        let piece = (STAGED / (HALVES * 4 * activation_tiles * 512) / depth * depth).min(slice.next_multiple_of(depth));
+        let sums = TILES * 32 * 16 * activation_tiles;
+        let mut scratch = self.scratch.borrow_mut();
+        let inner = scratch.get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
+        let partial = if stretches == 1 { 0 } else { scratch.get(gpu, Use::Partial, list.entries * groups * stretches * sums)? };
+        if stretches > 1 && list.entries * groups > ARRIVALS {
+            return Err(DeviceError(format!("{} x {groups} parts of experts, at most {ARRIVALS}", list.entries)));
+        }
+        let mut parameters = GateUp {
+            weights: experts.gate_up.device_ptr(&gpu.stream).0,
+            x: x.at,
+            x_stride: x.stride as i64,
+            inner,
+            partial,
+            arrived: self.products.arrivals.device_ptr(&gpu.stream).0,
+            list: list.at,
+            places: int(list.places),
+            k: int(experts.hidden),
+            tiles: int(tiles),
+            steps: int(steps),
+            slice: int(slice),
+            piece: int(piece),
+            stretches: int(stretches),
+            top_k: int(top_k),
+        };
+        let grid = (BLOCKS * gpu.sms).min((list.entries * groups * stretches) as u32);
+        let shared = (HALVES * piece * 4 * activation_tiles * 512).max(sums);
+        let kernel = &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3];
+        // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every entry the list can have.
+        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, &mut parameters)? };
+        Ok(inner)
+    }
+
+    /// Each choice's output `[places, hidden]` f32, unweighted. Returns where it lies.
+    pub(super) fn experts_down(&self, experts: &CudaExperts, inner: CUdeviceptr, list: &WorkList) -> Result<CUdeviceptr> {
+        let gpu = &self.gpu;
+        let (tiles, steps) = (experts.hidden / 16, experts.inner.div_ceil(STEP));
+        let outer = self.scratch.borrow_mut().get(gpu, Use::Outer, list.places * experts.hidden * size_of::<f32>())?;
+        // Few experts are cut into small parts so that every multiprocessor has one.
+        let parts = (2 * BLOCKS as usize * gpu.sms as usize).div_ceil(list.entries).clamp(4, 32).min(tiles.div_ceil(8));
+        let mut parameters = Down {
+            weights: experts.down.device_ptr(&gpu.stream).0,
+            inner,
+            outer,
+            list: list.at,
+            places: int(list.places),
+            k: int(experts.inner),
+            tiles: int(tiles),
+            steps: int(steps),
+            parts: int(parts),
+            unused: 0,
+        };
+        let grid = (BLOCKS * gpu.sms).min((list.entries * parts) as u32);
+        let shared = steps * 4 * (list.rows_per_entry / 8) * 512;
+        if shared > super::MAX_SHARED as usize {
+            return Err(DeviceError(format!("experts of {} inner columns: at most 1536 fit; use more ranks", experts.inner)));
+        }
+        let kernel = &self.products.down[list.rows_per_entry.ilog2() as usize - 3];
+        // SAFETY: `Down` mirrors the kernel's struct; scratch has room for every place.
+        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, &mut parameters)? };
+        Ok(outer)
+    }
+
+    /// Adds the weighted outputs of each row, in the order of its choice, to `out`.
+    pub(super) fn combine(&self, outer: CUdeviceptr, list: &WorkList, rows: &CudaRows, top_k: usize, out: &CudaAct) -> Result<()> {
+        let to = out.view(&self.gpu);
+        let mut values = [
+            outer.bits(),
+            list.at.bits(),
+            int(list.places).bits(),
+            rows.counts.device_ptr(&self.gpu.stream).0.bits(),
+            int(top_k).bits(),
+            int(out.width).bits(),
+            to.at.bits(),
+            (to.stride as u64).bits(),
+        ];
+        let grid = ((out.width / 4).div_ceil(256) as u32, rows.bound as u32, 1);
+        // SAFETY: the parameters of combine.
+        unsafe { enqueue_values(&self.gpu, &self.products.combine, grid, 256, &mut values)? };
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mirrors_have_the_size_the_kernels_assert() {
+        assert_eq!((size_of::<GateUp>(), size_of::<Down>()), (88, 56));
+    }
+
+    #[test]
+    fn an_expert_of_k26_takes_its_checkpoint_bytes() {
+        assert_eq!(384 * (gate_up_bytes(256, 7168) + down_bytes(256, 7168)), 384 * (3 * 256 * 7168 / 2 + 3 * 256 * 7168 / 32 * 2));
+    }
+}

@@ -1,0 +1,153 @@
+//! Which experts each row takes (kernels/products/routing.cu): router logits in, a work list grouped by expert out, all on the card.
+
+use cudarc::driver::DevicePtr;
+use cudarc::driver::sys::CUdeviceptr;
+
+use super::super::buffers::CudaVector;
+use super::super::device::CudaDevice;
+use super::super::rows::CudaRows;
+use super::super::scratch::Use;
+use super::{enqueue_struct, int};
+use crate::device::{DeviceError, Result};
+
+/// Mirror of `struct Routing` in routing.cu.
+#[repr(C)]
+struct Routing {
+    gates: CUdeviceptr,
+    bias: CUdeviceptr,
+    list: CUdeviceptr,
+    counts: CUdeviceptr,
+    places: i32,
+    rows: i32,
+    experts: i32,
+    top_k: i32,
+    rows_per_entry: i32,
+    scaling: f32,
+    uniform: i32,
+    layer: i32,
+}
+
+/// What a router chooses by.
+pub(super) struct Router<'a> {
+    pub gates: CUdeviceptr,
+    pub bias: &'a CudaVector,
+    pub experts: usize,
+    pub top_k: usize,
+    pub scaling: f32,
+    pub layer: usize,
+}
+
+/// The work list of the layer enqueued last.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkList {
+    pub at: CUdeviceptr,
+    /// Room: `rows * top_k`, rounded up.
+    pub places: usize,
+    /// Rows that one entry holds at most: 8, 16 or 32.
+    pub rows_per_entry: usize,
+    /// Most entries the list can have.
+    pub entries: usize,
+}
+
+/// Routes read back: for tests.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostRoutes {
+    /// `top_k` experts per row, best first.
+    pub ids: Vec<i32>,
+    pub weights: Vec<f32>,
+    /// Experts that have rows, ascending, with how many.
+    pub experts: Vec<(i32, i32)>,
+}
+
+const HEADER: usize = 256;
+const ENTRY: usize = 16;
+const MAX_EXPERTS: usize = 512;
+/// Rows up to which one block does everything.
+const ONE_BLOCK: usize = 64;
+
+/// Rows of one entry: enough that an expert's weights are unpacked once for most of its rows.
+fn rows_per_entry(rows: usize, top_k: usize, experts: usize) -> usize {
+    match rows * top_k / experts {
+        0..=4 => 8,
+        5..=10 => 16,
+        _ => 32,
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn route(&self, router: &Router<'_>, rows: &CudaRows) -> Result<WorkList> {
+        let (bound, experts, top_k) = (rows.bound, router.experts, router.top_k);
+        let places = (bound * top_k).next_multiple_of(64);
+        if experts > MAX_EXPERTS || top_k > 32 || places > usize::from(u16::MAX) {
+            return Err(DeviceError(format!(
+                "{bound} rows with {top_k} of {experts} experts: the CUDA device takes {MAX_EXPERTS} experts, 32 of them, and 65535 choices a pass; use smaller prompt chunks"
+            )));
+        }
+        let bytes = HEADER + places * (4 + 4 + 4) + (places + 1) * ENTRY;
+        let at = self.scratch.borrow_mut().get(&self.gpu, Use::Routes, bytes)?;
+        let rows_per_entry = rows_per_entry(bound, top_k, experts);
+        let mut routing = Routing {
+            gates: router.gates,
+            bias: router.bias.at(&self.gpu),
+            list: at,
+            counts: rows.counts.device_ptr(&self.gpu.stream).0,
+            places: int(places),
+            rows: int(bound),
+            experts: int(experts),
+            top_k: int(top_k),
+            rows_per_entry: int(rows_per_entry),
+            scaling: router.scaling,
+            uniform: i32::from(self.products.uniform_routing.get()),
+            layer: int(router.layer),
+        };
+        let products = &self.products;
+        // SAFETY: `Routing` mirrors the kernels' struct; the list has room for every choice of the bound.
+        unsafe {
+            if bound <= ONE_BLOCK {
+                enqueue_struct(&self.gpu, &products.route_all, (1, 1, 1), 1024, 0, &mut routing)?;
+            } else {
+                enqueue_struct(&self.gpu, &products.route_choose, (bound.div_ceil(8) as u32, 1, 1), 256, 0, &mut routing)?;
+                enqueue_struct(&self.gpu, &products.route_sort, (1, 1, 1), 1024, 0, &mut routing)?;
+            }
+        }
+        let entries = (bound * top_k).min(experts + bound * top_k / rows_per_entry);
+        Ok(WorkList { at, places, rows_per_entry, entries })
+    }
+
+    /// Routes of the first `rows` rows of the layer run last, whose pass had `bound` rows: for tests.
+    pub fn read_routes(&self, bound: usize, rows: usize, top_k: usize) -> Result<HostRoutes> {
+        let places = (bound * top_k).next_multiple_of(64);
+        let bytes = HEADER + places * 12 + (places + 1) * ENTRY;
+        let at = self.scratch.borrow_mut().get(&self.gpu, Use::Routes, bytes)?;
+        let mut raw = vec![0u8; bytes];
+        self.gpu.synchronize()?;
+        // SAFETY: scratch of at least this many bytes, and nothing runs.
+        unsafe { cudarc::driver::result::memcpy_dtoh_sync(&mut raw, at) }
+            .map_err(|source| super::super::error::CudaError::Driver { what: "reading routes", source })?;
+        let word = |at: usize| i32::from_le_bytes(raw[at..at + 4].try_into().expect("four bytes"));
+        let first_entry = HEADER + places * 12;
+        let mut experts: Vec<(i32, i32)> = Vec::new();
+        for entry in 0..word(0) as usize {
+            let (expert, count) = (word(first_entry + entry * ENTRY), word(first_entry + entry * ENTRY + 8));
+            match experts.last_mut() {
+                Some(last) if last.0 == expert => last.1 += count,
+                _ => experts.push((expert, count)),
+            }
+        }
+        Ok(HostRoutes {
+            ids: (0..rows * top_k).map(|i| word(HEADER + 4 * i)).collect(),
+            weights: (0..rows * top_k).map(|i| f32::from_bits(word(HEADER + 4 * (places + i)) as u32)).collect(),
+            experts,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mirror_has_the_size_the_kernel_asserts() {
+        assert_eq!(size_of::<Routing>(), 64);
+    }
+}
