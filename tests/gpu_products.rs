@@ -37,7 +37,7 @@ fn card() -> Option<CudaDevice> {
     if let Some(folder) = std::env::var_os("KDTREE_TEST_FATBINS") {
         gpu.try_fatbins(folder.as_ref());
     }
-    Some(CudaDevice::new(gpu, Numerics::Exact, Verify::Off, &limits()).unwrap())
+    Some(CudaDevice::new(gpu, Numerics::Exact, Verify::Off, &limits(), None).unwrap())
 }
 
 struct Random(u64);
