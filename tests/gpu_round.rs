@@ -253,10 +253,8 @@ fn draft_logits_with_few_or_no_numbers_end_trees_short() {
     }
     for holes in [vocab - 1, vocab, vocab - 20] {
         let mut sparse = noise.rows(1, &mut pair.random);
-        for at in 0..vocab {
-            if at % vocab < holes {
-                sparse[at] = if at % 3 == 0 { f32::NAN } else { f32::NEG_INFINITY };
-            }
+        for (at, value) in sparse[..holes].iter_mut().enumerate() {
+            *value = if at % 3 == 0 { f32::NAN } else { f32::NEG_INFINITY };
         }
         let few = Noise::of(sparse.iter().map(|value| if value.is_nan() { f32::NEG_INFINITY } else { *value }).collect());
         let broken = Noise::of(sparse);
