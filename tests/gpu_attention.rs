@@ -180,8 +180,8 @@ fn worst(found: &[f32], wanted: &[f32], width: usize) -> f64 {
     worst
 }
 
-/// Rounding of inputs and probabilities to bf16 leaves about 0.4 % of a head's output.
-const CLOSE: f64 = 0.012;
+/// Rounding of inputs and probabilities to bf16 leaves about 0.5 % of a head's output, and up to 1.4 % where few keys are seen.
+const CLOSE: f64 = 0.02;
 
 struct Tensors {
     kv_b: Matrix<'static>,

@@ -124,3 +124,75 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     out[(static_cast<int64_t>(row0 + row) * heads + head) * kValue + value0 + value] = sum;
   }
 }
+
+// The same for many rows: 64 rows x 64 values a block, one quarter of the columns a step. A warp has 16 values and sums the quarters
+// as above, so the bits are the same. Grid (2, heads, row tiles).
+namespace {
+
+constexpr int kManyRows = 64, kManyValues = 64;
+struct ManyShared {
+  __nv_bfloat16 a[2][kManyRows][kQuarter + 8];
+  __nv_bfloat16 w[2][kManyValues][kQuarter + 8];
+};
+static_assert(sizeof(ManyShared) == 69632, "reserved by src/device/cuda/attention/absorbed.rs");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    expand_outputs_many(const __nv_bfloat16* latents, const __nv_bfloat16* kv_b, const uint32_t* counts, int rows, int heads, float* out) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  ManyShared& sm = *reinterpret_cast<ManyShared*>(memory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
+  const int value0 = kManyValues * blockIdx.x, row0 = kManyRows * blockIdx.z, live = min(static_cast<int>(counts[0]), rows);
+  const auto fetch = [&](int quarter) {
+    constexpr int kChunks = kQuarter / 8;
+    for (int i = threadIdx.x; i < kManyRows * kChunks; i += kThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const int64_t weight = head * kHeadRows + kNope + value0 + row;
+      copy16(smem_addr(&sm.w[quarter % 2][row][8 * chunk]), kv_b + weight * kLatent + kQuarter * quarter + 8 * chunk);
+      const bool present = row0 + row < live;
+      const int64_t from = static_cast<int64_t>(present ? row0 + row : 0) * heads + head;
+      copy16(smem_addr(&sm.a[quarter % 2][row][8 * chunk]), latents + from * kLatent + kQuarter * quarter + 8 * chunk, present);
+    }
+    copy_commit();
+  };
+  float halves[2][4][2][4] = {};
+  fetch(0);
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    copy_wait<0>();
+    __syncthreads();
+    if (quarter < 3) fetch(quarter + 1);
+    float acc[4][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kQuarter; k += 16) {
+      uint32_t b[4];
+      ldmatrix_x4(b, smem_addr(&sm.w[quarter % 2][16 * warp + lane % 8 + 8 * (lane / 16)][k + 8 * (lane / 8 % 2)]));
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        uint32_t x[4];
+        ldmatrix_x4(x, smem_addr(&sm.a[quarter % 2][16 * m + lane % 16][k + 8 * (lane / 16)]));
+        mma(acc[m][0], x, b[0], b[1]);
+        mma(acc[m][1], x, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) halves[quarter / 2][m][n][i] += acc[m][n][i];
+  }
+#pragma unroll
+  for (int m = 0; m < 4; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + 16 * m + lane / 4 + 8 * half;
+      if (row >= rows) continue;
+      float* to = out + (static_cast<int64_t>(row) * heads + head) * kValue + value0 + 16 * warp + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        *reinterpret_cast<float2*>(to + 8 * n) =
+            make_float2(halves[0][m][n][2 * half] + halves[1][m][n][2 * half], halves[0][m][n][2 * half + 1] + halves[1][m][n][2 * half + 1]);
+    }
+}

@@ -18,25 +18,22 @@ struct Rule {
 };
 
 // Fills `rule` (in shared memory) for a live row; the whole block calls it.
-inline __device__ void load_rule(const Round& r, int row, Rule& rule) {
-  uint32_t place = r.row_of[row], share = place >> 8, at = place & 255;
-  const Share& s = r.plan->share[share];
-  const Request& q = r.requests[s.request];
-  const Tree& tree = r.trees[share];
+inline __device__ void load_rule(const Round& r, const RowInfo& info, const Request& q, Rule& rule) {
+  uint32_t share = info.place >> 8, at = info.place & 255;
   if (threadIdx.x == 0) {
-    uint32_t position = q.length + tree.depth[at] + 1;
     rule.seen = q.seen;
     rule.bias = q.bias;
-    rule.mask = at < s.masked ? r.masks + size_t(s.first + at) * r.words : nullptr;
+    rule.mask = at < r.plan->share[share].masked ? r.masks + size_t(info.planned) * r.words : nullptr;
     rule.suppressed = q.suppressed;
-    rule.suppressed_count = position < q.free_from ? q.suppressed_count : 0;
+    rule.suppressed_count = info.position < q.free_from ? q.suppressed_count : 0;
     rule.frequency = q.frequency;
     rule.presence = q.presence;
     rule.repetition = q.repetition;
-    rule.path_length = tree.depth[at];
+    rule.path_length = q.seen ? r.trees[share].depth[at] : 0;
     rule.any = rule.seen || rule.bias || rule.mask || rule.suppressed_count || q.bias_outside != kNone;
   }
   if (q.seen && threadIdx.x >= 1 && threadIdx.x < kMaxRows) {
+    const Tree& tree = r.trees[share];
     uint64_t line = tree.ancestors[at];
     if (line >> threadIdx.x & 1) {
       int above = __popcll(line & ((1ull << threadIdx.x) - 1)) - 1;  // the anchor is not on the path

@@ -15,6 +15,7 @@ namespace {
 constexpr int kBlocks = 8, kThreads = 512, kWarps = kThreads / 32, kTile = kThreads * 4;
 constexpr int kBins = 1024, kMine = kBins / kBlocks;
 constexpr int kMaxTiles = 16;  // 262144 ids
+constexpr int kFew = 256;       // entries of one bin that are ordered by comparing each with each
 constexpr double kOne = double(1ull << 45);  // a weight of 1; 262144 of them fit 64 bits
 constexpr float kGreedyBelow = 1e-5f;
 // Linear bins reach this far below the best, in units of the exponent.
@@ -27,10 +28,14 @@ struct Shared {
   unsigned long long above;  // mass before the bin that crosses
   unsigned long long width;  // mass of that bin
   uint32_t crossing;
+  uint32_t listed;           // entries of the crossing bin in the first block's list
+  unsigned long long list[kFew];  // key << 32 | ~id
+  unsigned long long masses[kFew];
+  unsigned long long cut;    // the last kept entry
   uint32_t low, high;        // keys seen in a bin
   uint32_t ties, cut_id;
-  uint32_t fell_on;
-  double sums[kMaxTiles][kWarps];
+  double sums[kMaxTiles][kWarps];  // up to and including each warp of a tile
+  double tiles[kMaxTiles];         // up to and including each tile
   double total;
   Rule rule;
 };
@@ -124,7 +129,7 @@ struct Draw {
       sh.above = first;
       sh.width = two[sh.crossing % 2];
     }
-    cluster.sync();
+    __syncthreads();
     return goal;
   }
 
@@ -146,6 +151,7 @@ struct Draw {
     uint32_t bin = sh.crossing;
     if (bin == kNone) return;
     unsigned long long above = sh.above;
+    if (cut_few(bin, goal, above, count)) return;
 
     // The keys in that bin.
     if (threadIdx.x == 0) sh.low = kNone, sh.high = 0;
@@ -181,6 +187,41 @@ struct Draw {
     among_equals(high, goal, above, count);
   }
 
+  // Where few tokens lie in the bin, the first block lists them and every block orders the list. False: there are too many.
+  __device__ bool cut_few(uint32_t bin, double goal, unsigned long long above, bool count) {
+    Shared* first = cluster.map_shared_rank(&sh, 0);
+    each([&](uint32_t id, uint32_t key, double x) {
+      if (linear_bin(x) != bin) return;
+      uint32_t at = atomicAdd(&first->listed, 1u);
+      if (at < kFew) first->list[at] = uint64_t(key) << 32 | uint32_t(~id);
+    });
+    cluster.sync();
+    uint32_t listed = first->listed;
+    unsigned long long own = 0, mass = 0;
+    if (threadIdx.x < min(listed, kFew)) {
+      own = first->list[threadIdx.x];
+      mass = count ? 1ull : whole(weight_of(exponent(value_of(uint32_t(own >> 32)))));
+    }
+    // Nobody reads the list any more.
+    cluster.sync();
+    if (threadIdx.x == 0) sh.listed = 0;
+    if (listed > kFew) return false;
+    if (threadIdx.x < listed) {
+      sh.list[threadIdx.x] = own;
+      sh.masses[threadIdx.x] = mass;
+    }
+    __syncthreads();
+    if (threadIdx.x < listed) {
+      unsigned long long before = above;
+      for (int i = 0; i < listed; ++i) before += sh.list[i] > own ? sh.masses[i] : 0;
+      if (mass && double(before + mass) >= goal && (before == above || double(before) < goal)) sh.cut = own;
+    }
+    __syncthreads();
+    cut_key = sh.cut >> 32;
+    cut_id = ~uint32_t(sh.cut);
+    return true;
+  }
+
   // All that is left to decide lies at one key: how many of its tokens belong to the head, lowest ids first.
   __device__ void among_equals(uint32_t key, double goal, unsigned long long above, bool count) {
     if (threadIdx.x == 0) sh.ties = 0, sh.cut_id = kNone;
@@ -201,8 +242,9 @@ struct Draw {
     uint32_t own = sh.ties;
     if (left < all && before < left && left <= before + own) find_tie(key, left - before);
     cluster.sync();
-    uint32_t id = kNone;
+    uint32_t id = key == cut_key ? cut_id : kNone;
     if (left < all) {
+      id = kNone;
       for (int other = 0; other < kBlocks; ++other) id = min(id, *cluster.map_shared_rank(&sh.cut_id, other));
     }
     cluster.sync();
@@ -271,12 +313,15 @@ struct Draw {
       if (lane == 0) sh.sums[tile][warp] = sum;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      double sum = 0.0;
-      for (int tile = 0; tile < tiles; ++tile) {
-        for (int i = 0; i < kWarps; ++i) sum += sh.sums[tile][i];
-      }
-      sh.total = sum;
+    if (warp < tiles) {
+      double upto = scan(lane < kWarps ? sh.sums[warp][lane] : 0.0);
+      if (lane < kWarps) sh.sums[warp][lane] = upto;
+    }
+    __syncthreads();
+    if (warp == 0) {
+      double upto = scan(lane < tiles ? sh.sums[lane][kWarps - 1] : 0.0);
+      if (lane < tiles) sh.tiles[lane] = upto;
+      if (lane == 31) sh.total = upto;
     }
     cluster.sync();
     double totals[kBlocks], whole_mass = 0.0;
@@ -292,33 +337,41 @@ struct Draw {
       mass += totals[other];
       if (mass > goal) break;
     }
-    if (owner == cluster.block_rank()) fall(goal, start, tiles, token);
+    if (owner == cluster.block_rank() && warp == 0) fall(goal, start, tiles, token);
     // Other blocks may still read this one's memory.
     cluster.sync();
   }
 
-  __device__ void fall(double goal, double mass, int tiles, uint32_t* token) {
-    int run = 0, lane = threadIdx.x % 32;
-    double start = mass;
-    bool found = false;
-    for (int i = 0; i < tiles * kWarps && !found; ++i) {
-      double sum = sh.sums[i / kWarps][i % kWarps];
-      if (sum <= 0.0) continue;
-      run = i, start = mass;
-      mass += sum;
-      found = mass > goal;
-    }
-    if (threadIdx.x >= 32) return;
-    double w[4];
-    int at = from + (run / kWarps) * kTile + (run % kWarps) * 128 + lane * 4;
-    weights_at(at, w);
-    double sum = ((w[0] + w[1]) + w[2]) + w[3], upto = sum;
+  // Sums of the lanes up to and including this one.
+  __device__ static double scan(double value) {
     for (int step = 1; step < 32; step *= 2) {
-      double other = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += other;
+      double other = __shfl_up_sync(~0u, value, step);
+      if (threadIdx.x % 32 >= step) value += other;
     }
-    uint32_t crossed = __ballot_sync(~0u, sum > 0.0 && start + upto > goal), some = __ballot_sync(~0u, sum > 0.0);
-    if (lane != (crossed ? __ffs(crossed) - 1 : 31 - __clz(some))) return;
+    return value;
+  }
+
+  // The first lane whose running mass exceeds the goal, or the last that has any where rounding let none.
+  __device__ static int cross_lane(bool has, bool exceeds) {
+    uint32_t crossed = __ballot_sync(~0u, has && exceeds), some = __ballot_sync(~0u, has);
+    return crossed ? __ffs(crossed) - 1 : 31 - __clz(some);
+  }
+
+  // One warp of the block in which the mass crosses: tile, warp of the tile, lane, token.
+  __device__ void fall(double goal, double start, int tiles, uint32_t* token) {
+    int lane = threadIdx.x % 32;
+    double upto = lane < tiles ? sh.tiles[lane] : 0.0, before = __shfl_up_sync(~0u, upto, 1);
+    int tile = cross_lane(lane < tiles && upto > (lane ? before : 0.0), start + upto > goal);
+    if (tile > 0) start += sh.tiles[tile - 1];
+    upto = lane < kWarps ? sh.sums[tile][lane] : 0.0, before = __shfl_up_sync(~0u, upto, 1);
+    int run = cross_lane(lane < kWarps && upto > (lane ? before : 0.0), start + upto > goal);
+    if (run > 0) start += sh.sums[tile][run - 1];
+    double w[4];
+    int at = from + tile * kTile + run * 128 + lane * 4;
+    weights_at(at, w);
+    double sum = ((w[0] + w[1]) + w[2]) + w[3];
+    upto = scan(sum);
+    if (lane != cross_lane(sum > 0.0, start + upto > goal)) return;
     double reached = start + (upto - sum);
     uint32_t last = at;
     for (int i = 0; i < 4; ++i) {
@@ -352,12 +405,13 @@ extern "C" __global__ __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads
   __shared__ Shared sh;
   int row = blockIdx.y;
   if (row >= r.live->rows) return;
-  uint32_t place = r.row_of[row], share = place >> 8;
-  const Request& q = r.requests[r.plan->share[share].request];
+  const RowInfo info = r.infos[row];
+  const Request& q = r.requests[info.request];
   const Pick pick = r.picks[row];
   // The same for the whole cluster: nobody is left waiting.
   if (!(q.temperature >= kGreedyBelow) || pick.fault != kFine) return;
-  load_rule(r, row, sh.rule);
+  if (threadIdx.x == 0) sh.listed = 0;
+  load_rule(r, info, q, sh.rule);
   cg::cluster_group cluster = cg::this_cluster();
   int run = ((r.vocab + kBlocks - 1) / kBlocks + 3) / 4 * 4, from = min(run * int(cluster.block_rank()), r.vocab);
   bool cuts = q.top_k > 0 || q.top_p < 1.0f || q.min_p > 0.0f;
@@ -367,6 +421,5 @@ extern "C" __global__ __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads
             1.0 / double(q.temperature), cuts ? log(least) : -CUDART_INF, 0, kNone};
   if (q.top_k > 0) draw.cut(double(q.top_k), false, true);
   if (q.top_p < 1.0f) draw.cut(double(q.top_p), true, false);
-  uint64_t position = uint64_t(q.length) + r.trees[share].depth[place & 255] + 1;
-  draw.draw(uniform_of(q.seed, position), &r.picks[row].token);
+  draw.draw(uniform_of(q.seed, info.position), &r.picks[row].token);
 }

@@ -57,7 +57,7 @@ extern "C" __global__ void round_open_prompt(Round r, int request, int prompt) {
   tree.logprob[0] = 0.0;
   r.live->rows = 1;
   r.live->firsts[0] = 0;
-  r.row_of[0] = 0;
+  r.infos[0] = {uint32_t(request), uint32_t(prompt), 0, 0};
 }
 
 // Blocks [anchor, mask ...] of the drafting shares. One block.
@@ -122,7 +122,7 @@ extern "C" __global__ __launch_bounds__(1024) void round_place_trees(Round r, Ro
     out.groups[row] = share;
     out.ancestors[row] = tree.ancestors[at];
     out.sources[row] = row;
-    r.row_of[row] = share << 8 | at;
+    r.infos[row] = {request, uint32_t(length + tree.depth[at] + 1), uint32_t(share << 8 | at), plan.share[share].first + at};
   }
   for (int row = total + threadIdx.x; row < bound; row += blockDim.x) put_padding(out, row);
   for (int group = threadIdx.x; group < group_bound; group += blockDim.x) {

@@ -33,14 +33,17 @@ __device__ bool bad(float value) { return isnan(value) || value == CUDART_INF_F;
 extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const float* logits, int64_t stride) {
   __shared__ Rule rule;
   int row = blockIdx.y;
-  if (row >= r.live->rows) return;
-  load_rule(r, row, rule);
   const float* line = logits + row * stride;
-  bool aligned = stride % 4 == 0, any = rule.any;
+  bool aligned = stride % 4 == 0;
+  const RowInfo info = r.infos[row];
+  if (row >= r.live->rows) return;
+  const Request& q = r.requests[info.request];
   float4 values[kLoads];
   int base = blockIdx.x * kChunk + threadIdx.x * 4;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) values[i] = load_logits(line, base + i * kThreads * 4, r.vocab, aligned);
+  load_rule(r, info, q, rule);
+  bool any = rule.any;
   Best best{key_of(-CUDART_INF_F), kNone, kNone, kNone};
   auto look = [&](float raw, int id) {
     if (id >= r.vocab) return;
@@ -73,7 +76,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const
   }
   best = reduce(best);
   if (threadIdx.x != 0) return;
-  uint32_t outside = r.requests[r.plan->share[r.row_of[row] >> 8].request].bias_outside;
+  uint32_t outside = q.bias_outside;
   Pick pick{best.id, kFine, 0, 0.0f, value_of(best.key)};
   // The model's own faults are judged before a mask can hide them.
   if (best.raw != kNone) {

@@ -66,6 +66,14 @@ struct Live {
   uint32_t firsts[kMaxShares];
 };
 
+// A live verify row.
+struct RowInfo {
+  uint32_t request;
+  uint32_t position;  // of the token after it
+  uint32_t place;     // share << 8 | row of the tree
+  uint32_t planned;   // its planned row
+};
+
 enum Fault : uint32_t { kFine = 0, kNotFinite = 1, kNothingAllowed = 2, kBiasOutside = 3 };
 
 struct Pick {
@@ -136,7 +144,7 @@ struct Round {
   uint32_t* ids;          // [shares][block - 1][kMaxRows]
   float* logprobs;
   Live* live;
-  uint32_t* row_of;       // live row -> share << 8 | row of the tree
+  RowInfo* infos;         // [live rows]
   uint32_t* masks;        // [planned rows][words]
   ScanPart* scans;        // [rows][chunks]
   Pick* picks;            // [rows]

@@ -86,6 +86,8 @@ struct Shared {
   Counter counter;
   float maxima[kThreads / 32];
   double sums[kThreads / 32];
+  uint32_t counts[kMaxChunks];  // candidates of each chunk
+  unsigned long long cut[kCap];
   unsigned long long sorted[kCap];
   int filled;
 };
@@ -162,52 +164,49 @@ __device__ bool best_of(const Round& r, int item, const Row& row, bool aligned, 
   }
   if (!last_of_row(r.arrivals, item, chunks)) return false;
 
-  // Every thread adds the chunks in the same order.
-  top = -CUDART_INF_F;
-  found.ahead = 0;
-  for (int i = 0; i < chunks; ++i) {
-    top = fmaxf(top, __ldcg(&parts[i].max));
-    found.ahead += __ldcg(&parts[i].ahead);
-  }
-  sum = 0.0;
-  for (int i = 0; i < chunks; ++i) {
-    double part = __ldcg(&parts[i].sum);
-    float max = __ldcg(&parts[i].max);
-    sum += max == -CUDART_INF_F || isnan(part) ? part : part * exp(double(max) - double(top));
-  }
+  // Every warp adds the chunks in the same order, one a lane.
+  bool mine = lane < chunks;
+  const TopPart* part = parts + (mine ? lane : 0);
+  float max = __ldcg(&part->max);
+  sum = __ldcg(&part->sum);
+  uint32_t count = __ldcg(&part->count), before = __ldcg(&part->ahead);
+  top = max;
+  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  if (max != -CUDART_INF_F && !isnan(sum)) sum *= exp(double(max) - double(top));
+  if (!mine) sum = 0.0, before = count = 0;
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  found.ahead = __reduce_add_sync(~0u, before);
   found.total = isnan(sum) ? sum : top == -CUDART_INF_F ? -CUDART_INF : double(top) + log(sum);
   found.count = 0;
   if (row.best == 0) return true;
 
+  if (warp == 0) sh.counts[lane] = count;
+  if (threadIdx.x == 0) sh.filled = 0;
+  __syncthreads();
   uint32_t kept[kKept], ids[kKept];
   candidates = r.candidates + size_t(item) * chunks * kCap;
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    int at = i * kThreads + threadIdx.x, chunk = at / kCap;
-    bool there = chunk < chunks && at % kCap < __ldcg(&parts[min(chunk, chunks - 1)].count);
+    int at = i * kThreads + threadIdx.x;
+    bool there = at % kCap < sh.counts[at / kCap];
     unsigned long long entry = there ? __ldcg(reinterpret_cast<const unsigned long long*>(candidates) + at) : 0;
     kept[i] = entry >> 32;
     ids[i] = ~uint32_t(entry);
   }
-  if (threadIdx.x == 0) sh.filled = 0;
-  if (threadIdx.x < kCap) sh.sorted[threadIdx.x] = 0;
-  __syncthreads();
   Threshold threshold = select(kept, [&](int i) { return ids[i]; }, row.best, sh.counter);
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    if (kept[i] && threshold.holds(kept[i], ids[i])) sh.sorted[atomicAdd(&sh.filled, 1)] = uint64_t(kept[i]) << 32 | uint32_t(~ids[i]);
+    if (kept[i] && threshold.holds(kept[i], ids[i])) sh.cut[atomicAdd(&sh.filled, 1)] = uint64_t(kept[i]) << 32 | uint32_t(~ids[i]);
   }
   __syncthreads();
-  for (int size = 2; size <= kCap; size *= 2) {
-    for (int step = size / 2; step > 0; step /= 2) {
-      int at = threadIdx.x, other = at ^ step;
-      if (at < kCap && other > at) {
-        unsigned long long a = sh.sorted[at], b = sh.sorted[other];
-        if ((a < b) == ((at & size) == 0)) sh.sorted[at] = b, sh.sorted[other] = a;
-      }
-      __syncthreads();
-    }
+  // No two entries are equal: each belongs behind all that are larger.
+  if (threadIdx.x < sh.filled) {
+    unsigned long long own_entry = sh.cut[threadIdx.x];
+    int rank = 0;
+    for (int i = 0; i < sh.filled; ++i) rank += sh.cut[i] > own_entry;
+    sh.sorted[rank] = own_entry;
   }
+  __syncthreads();
   found.count = min(row.best, sh.filled);
   return true;
 }
@@ -256,7 +255,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_report(Round r, con
   __shared__ Shared sh;
   int item = blockIdx.y;
   if (item >= r.live->rows) return;
-  const Request& q = r.requests[r.plan->share[r.row_of[item] >> 8].request];
+  const Request& q = r.requests[r.infos[item].request];
   const Pick pick = r.picks[item];
   if (q.reported < 0 || pick.fault != kFine) return;
   Row row{logits + item * stride, min(q.reported, kMaxReported), true, pick.token};

@@ -11,15 +11,17 @@ use crate::device::cuda::device::CudaDevice;
 use crate::device::cuda::error::{CudaError, During};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::kv::ROW;
-use crate::device::cuda::params::{MAX_BATCH, MAX_ROWS};
+use crate::device::cuda::params::MAX_ROWS;
 use crate::device::cuda::rows::CudaRows;
 use crate::device::cuda::scratch::Use;
 use crate::device::cuda::verify::{self, Call, Kernel, Numerics, TREE_SHARED, Tuning};
 use crate::device::{DeviceError, KernelFault, MlaShape, Result, Verify};
 use crate::model::tensor::Matrix;
 
-/// Rows from which on a block absorbs 64 rows at once instead of 16.
+/// Rows from which on a block absorbs or expands 64 rows at once instead of 16. The bits are the same.
 const MANY_ROWS: usize = 32;
+/// Shared memory of expand_outputs_many; absorbed.cu asserts the same.
+pub const EXPAND_MANY_SHARED: u32 = 69_632;
 
 /// `kv_b_proj` of this rank's heads as it is stored: `[heads][128 W_UK | 128 W_UV][512]`. Every form of attention reads it so.
 pub struct CudaAbsorbed {
@@ -181,7 +183,11 @@ impl CudaDevice {
 
     /// `W_UV` times the latent outputs.
     fn expand(&self, weights: &CudaAbsorbed, outputs: CUdeviceptr, rows: &CudaRows, out: &CudaAct) -> Result<()> {
-        let gpu = &self.gpu;
+        let (gpu, kernels) = (&self.gpu, &self.attention.kernels);
+        let (kernel, columns, tile, shared) = match rows.bound > MANY_ROWS {
+            true => (&kernels.expand_outputs_many, 2, 64, EXPAND_MANY_SHARED),
+            false => (&kernels.expand_outputs, 8, 16, 0),
+        };
         let arguments = &mut [
             outputs,
             weights.kv_b.device_ptr(&gpu.stream).0,
@@ -190,9 +196,9 @@ impl CudaDevice {
             (weights.heads as i32).bits(),
             out.view(gpu).at,
         ];
-        let grid = (8, weights.heads as u32, rows.bound.div_ceil(16) as u32);
+        let grid = (columns, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: as above.
-        Ok(unsafe { gpu.enqueue(&self.attention.kernels.expand_outputs, grid, 128, 0, arguments)? })
+        Ok(unsafe { gpu.enqueue(kernel, grid, 128, shared, arguments)? })
     }
 
     fn compare(&self, shape: MlaShape, rows: &CudaRows, baseline: CUdeviceptr, custom: CUdeviceptr, layer: usize) -> Result<()> {
@@ -238,5 +244,3 @@ pub(super) fn check_widths(heads: usize, shape: MlaShape, q: &CudaAct, out: &Cud
         shape.heads, q.width, out.width
     )))
 }
-
-const _: () = assert!(MAX_BATCH <= 128);

@@ -2,6 +2,7 @@
 
 use cudarc::driver::CudaFunction;
 
+use super::absorbed::EXPAND_MANY_SHARED;
 use super::drafter::SHARED as DRAFT_SHARED;
 use super::prompt::{ATTEND_SHARED, EXPAND_SHARED};
 use crate::device::cuda::error::CudaError;
@@ -13,6 +14,7 @@ pub struct Kernels {
     pub absorb_few: CudaFunction,
     pub absorb_many: CudaFunction,
     pub expand_outputs: CudaFunction,
+    pub expand_outputs_many: CudaFunction,
     pub compare_outputs: CudaFunction,
     pub plant_fault: CudaFunction,
     pub expand_segment: CudaFunction,
@@ -46,6 +48,7 @@ impl Kernels {
             absorb_few: gpu.function(&absorbed, "absorb_few", 0)?,
             absorb_many: gpu.function(&absorbed, "absorb_many", 0)?,
             expand_outputs: gpu.function(&absorbed, "expand_outputs", 0)?,
+            expand_outputs_many: gpu.function(&absorbed, "expand_outputs_many", EXPAND_MANY_SHARED)?,
             compare_outputs: gpu.function(&validate, "compare_outputs", 0)?,
             plant_fault: gpu.function(&validate, "plant_fault", 0)?,
             expand_segment: gpu.function(&prompt, "expand_segment", EXPAND_SHARED)?,

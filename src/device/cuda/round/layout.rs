@@ -63,8 +63,9 @@ pub const PLAN_HEAD: usize = 8 + MAX_SHARES;
 pub const SHARE_WORDS: usize = 8;
 pub const SHARE_MASKED: usize = 4;
 
-/// Bytes of `Plan`, `Tree`, `Live`, `Pick`, `ScanPart`, `Walked`, `TopPart`.
+/// Bytes of `Plan`, `RowInfo`, `Live`, `Pick`, `ScanPart`, `Walked`, `TopPart`.
 pub const PLAN_BYTES: usize = 4 * (PLAN_HEAD + SHARE_WORDS * MAX_SHARES);
+pub const INFO_BYTES: usize = 16;
 pub const LIVE_BYTES: usize = 4 * (1 + MAX_SHARES);
 pub const PICK_BYTES: usize = 20;
 pub const SCAN_BYTES: usize = 16;
@@ -128,7 +129,7 @@ pub struct RoundPointers {
     pub ids: CUdeviceptr,
     pub logprobs: CUdeviceptr,
     pub live: CUdeviceptr,
-    pub row_of: CUdeviceptr,
+    pub infos: CUdeviceptr,
     pub masks: CUdeviceptr,
     pub scans: CUdeviceptr,
     pub picks: CUdeviceptr,

@@ -49,7 +49,8 @@ impl CudaRound {
         let words = &mut self.words;
         words.clear();
         words.resize(PLAN_HEAD, 0);
-        (self.planned.clear(), self.sizes = Sizes::default());
+        self.planned.clear();
+        self.sizes = Sizes::default();
         let (mut first, mut drafting, mut reach) = (0, 0, 0);
         for (at, share) in shares.iter().enumerate() {
             let running = self.requests[share.request].as_mut().expect("checked");

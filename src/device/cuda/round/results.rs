@@ -74,8 +74,7 @@ fn decode(planned: &Planned, result: &ShareResult, records: &[RowResult], report
     }
     let mut tree = Tree::new(records[0].tree_token);
     tree.rows = rows;
-    for row in 1..rows {
-        let record = &records[row];
+    for (row, record) in records[..rows].iter().enumerate().skip(1) {
         let above = usize::from(record.parent).min(row - 1);
         tree.token[row] = record.tree_token;
         tree.parent[row] = above as u8;
