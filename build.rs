@@ -70,7 +70,7 @@ fn build(nvcc: &Path, out: &Path) -> Result<String, String> {
                 scope.spawn(|| {
                     let mut failures = Vec::new();
                     while let Some(&(unit, arch)) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
-                        failures.extend(compile(nvcc, out, &units[unit], arch).err());
+                        failures.extend(compile(nvcc, &version, out, &units[unit], arch).err());
                     }
                     failures
                 })
@@ -95,11 +95,7 @@ fn build(nvcc: &Path, out: &Path) -> Result<String, String> {
         }
     }
     println!("cargo::rustc-env=KDTREE_KERNEL_BUILD={}", out.display());
-    let hash = machine_code.finalize().iter().fold(String::new(), |mut s, b| {
-        let _ = write!(s, "{b:02x}");
-        s
-    });
-    Ok(source(&version, &hash, &units))
+    Ok(source(&version, &hex(&machine_code.finalize()), &units))
 }
 
 /// `13.0.88` from the last line but one of `nvcc --version`.
@@ -131,8 +127,13 @@ fn cubin(out: &Path, unit: &Unit, arch: &str) -> PathBuf {
 }
 
 /// Compiles one file for one target; the resource report of ptxas is kept beside the cubin for the machine-code test.
-fn compile(nvcc: &Path, out: &Path, unit: &Unit, arch: &str) -> Result<(), String> {
+fn compile(nvcc: &Path, version: &str, out: &Path, unit: &Unit, arch: &str) -> Result<(), String> {
     let target = cubin(out, unit, arch);
+    let key = key(nvcc, version, unit, arch).map_err(|e| format!("{}: {e}", unit.source.display()))?;
+    let key_file = target.with_extension("key");
+    if target.is_file() && fs::read_to_string(&key_file).is_ok_and(|old| old == key) {
+        return Ok(());
+    }
     let output = Command::new(nvcc)
         .args(["-O3", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v", "-cubin"])
         .arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"))
@@ -146,7 +147,57 @@ fn compile(nvcc: &Path, out: &Path, unit: &Unit, arch: &str) -> Result<(), Strin
         return Err(format!("{} failed on {} for sm_{arch}: {}", nvcc.display(), unit.source.display(), report.replace('\n', " | ")));
     }
     write_if_changed(&target.with_extension("txt"), report.as_bytes());
+    write_if_changed(&key_file, key.as_bytes());
     Ok(())
+}
+
+/// Hash of everything a cubin depends on: the compiler, its flags (this file), the source and the headers it may see, so that a change
+/// of one kernel does not compile the others again.
+fn key(nvcc: &Path, version: &str, unit: &Unit, arch: &str) -> std::io::Result<String> {
+    let mut files = vec![PathBuf::from("build.rs"), unit.source.clone()];
+    for folder in folders_of(&unit.source)? {
+        files.extend(headers_in(&folder)?);
+    }
+    files.sort();
+    let mut hasher = Sha256::new();
+    hasher.update(format!("{arch}\0{}\0{version}\0", nvcc.display()));
+    for file in files {
+        let bytes = fs::read(&file)?;
+        hasher.update(format!("{}\0{}\0", file.display(), bytes.len()));
+        hasher.update(bytes);
+    }
+    Ok(hex(&hasher.finalize()))
+}
+
+/// The folder of a source and those that its text or a header there reaches by `../NAME/`, and so on.
+fn folders_of(source: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let own = source.parent().unwrap_or(Path::new("kernels")).to_owned();
+    let mut folders = vec![own];
+    let mut next = 0;
+    while let Some(folder) = folders.get(next).cloned() {
+        next += 1;
+        let mut texts: Vec<String> = headers_in(&folder)?.iter().map(fs::read_to_string).collect::<std::io::Result<_>>()?;
+        texts.extend(if next == 1 { Some(fs::read_to_string(source)?) } else { None });
+        for included in texts.iter().flat_map(|text| text.split("#include \"../").skip(1)).filter_map(|rest| rest.split('/').next()) {
+            let reached = Path::new("kernels").join(included);
+            if !folders.contains(&reached) {
+                folders.push(reached);
+            }
+        }
+    }
+    Ok(folders)
+}
+
+fn headers_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>()?;
+    Ok(entries.into_iter().filter(|path| path.extension().is_some_and(|e| e == "cuh" || e == "h")).collect())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut s, b| {
+        let _ = write!(s, "{b:02x}");
+        s
+    })
 }
 
 /// Joins the cubins of one file into a fatbin with `fatbinary`, which every toolkit has beside nvcc.

@@ -181,13 +181,19 @@ impl<D: Device> Executor<D> {
             self.prefill(&chunk)?;
             self.read_round()?;
         }
-        for requests in [limits.requests, (limits.verify_rows / MAX_ROWS).clamp(1, limits.requests)] {
-            let rows = if self.drafter.is_some() { (limits.verify_rows / requests).clamp(1, MAX_ROWS) } else { 1 };
-            let shares: Vec<Share> = (0..requests).map(|request| Share { request, rows, chain: false }).collect();
-            self.draft(&shares)?;
-            self.verify(&[])?;
-            self.read_round()?;
+        let mode = self.device.verify_mode();
+        for verify in [Verify::Off, Verify::On, Verify::Validate] {
+            self.device.set_verify(verify);
+            for requests in [limits.requests, (limits.verify_rows / MAX_ROWS).clamp(1, limits.requests)] {
+                let rows = if self.drafter.is_some() { (limits.verify_rows / requests).clamp(1, MAX_ROWS) } else { 1 };
+                let shares: Vec<Share> = (0..requests).map(|request| Share { request, rows, chain: false }).collect();
+                self.draft(&shares)?;
+                self.verify(&[])?;
+                self.read_round()?;
+            }
         }
+        self.device.take_validation();
+        self.device.set_verify(mode);
         for request in 0..limits.requests {
             self.device.retire(&mut self.round, request)?;
         }
