@@ -245,7 +245,8 @@ no-warm-up        | warm    | kdtree.service        | /^ExecStartPost=/d        
 mutated() { # MACHINE UNIT SED
   local folder; folder=$(mktemp -d)
   ln -s "$MACHINES"/* "$folder/"; rm "$folder/$1"
-  cp -rL "$MACHINES/$1" "$folder/$1"; chmod -R u+w "$folder/$1"
+  mkdir -p "$folder/$1/units"
+  cp "$MACHINES/$1/pre-switch-checks" "$folder/$1/"; cp -a "$MACHINES/$1/units/." "$folder/$1/units/"; chmod -R u+w "$folder/$1"
   sed -i "$3" "$folder/$1/units/$2"
   cmp -s "$folder/$1/units/$2" "$MACHINES/$1/units/$2" && { echo "the change to $2 of $1 changes nothing" >&2; return 1; }
   echo "$folder"

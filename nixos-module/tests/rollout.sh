@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The rollout test: the module's units with the real binary under a real systemd, every promise and every planted fault.
-# usage: bash nixos-module/tests/rollout.sh          closes with "N passed, N failed"
+# usage: bash nixos-module/tests/rollout.sh [--mutate [MUTANT…]]          closes with "N passed, N failed"
+# --mutate breaks the units one line at a time and wants the check of each promise to fail; run it when checks or units change.
 . "$(dirname "$0")/prepare.sh"
 . "$TESTS/overlay.sh"
 prepare_rootfs

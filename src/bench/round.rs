@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::device::cpu::parallel::{SharedMut, split};
 use crate::device::cpu::simd::{Isa, Lanes, WIDTH, dispatch};
+use crate::engine::contract::{Finished, Request};
 use crate::engine::driver::{Driver, greedy};
 use crate::model::config::TargetConfig;
 use crate::model::inventory::{Inventory, Part};
@@ -107,6 +108,9 @@ pub struct Floor {
     pub prefill_us_per_token: f64,
     /// Decode per token over prefill per token.
     pub prefill_gain: f64,
+    /// The same prompt when the request drafts: the drafter's context is kept, and every row passes every layer.
+    pub drafting_prefill_us_per_token: f64,
+    pub drafting_prefill_gain: f64,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -158,9 +162,8 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
 
 /// Tokens after the first, rounds and decode time of one prompt.
 pub fn one(driver: &mut dyn Driver, prompt: Prompt, budget: Budget) -> anyhow::Result<(u64, u64, Duration)> {
-    let request = greedy(prompt.ids(driver), TOKENS, Some(budget));
-    let generated = driver.generate(vec![request])?.remove(0);
-    let finished = generated.end.map_err(|message| anyhow::anyhow!(message))?;
+    let ids = prompt.ids(driver);
+    let finished = finished(driver, greedy(ids, TOKENS, Some(budget)))?;
     Ok((u64::from(finished.completion_tokens) - 1, finished.speculation.rounds, finished.timing.decode))
 }
 
@@ -179,27 +182,25 @@ pub fn bytes_per_token(config: &TargetConfig) -> u64 {
 fn measure_floor(driver: &mut dyn Driver, config: &TargetConfig) -> anyhow::Result<Floor> {
     let weight_bytes = bytes_per_token(config);
     let buffer = vec![1.0f32; weight_bytes as usize / 4];
-    let mut streams = Vec::new();
-    let mut decodes = Vec::new();
     let prompt = Text("The capital of France is").ids(driver);
+    let prefill_tokens = 1000.min(driver.info().max_model_len - 1);
+    let long: Vec<u32> = prompt.iter().copied().cycle().take(prefill_tokens).collect();
+    let (mut streams, mut decodes, mut prefills, mut drafting) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    // All four by turns, so that a machine whose speed drifts treats them alike.
     for _ in 0..15 {
         let began = Instant::now();
         std::hint::black_box(stream(&buffer));
         streams.push(began.elapsed().as_secs_f64() * 1e6);
         let mut request = greedy(prompt.clone(), 33, Some(Budget::Off));
         request.stop.ignore_eos = true;
-        let finished = driver.generate(vec![request])?.remove(0).end.map_err(|message| anyhow::anyhow!(message))?;
-        decodes.push(finished.timing.decode.as_secs_f64() * 1e6 / finished.speculation.rounds.max(1) as f64);
+        let decoded = finished(driver, request)?;
+        decodes.push(decoded.timing.decode.as_secs_f64() * 1e6 / decoded.speculation.rounds.max(1) as f64);
+        for (budget, prefills) in [(Budget::Off, &mut prefills), (Budget::Chain, &mut drafting)] {
+            let read = finished(driver, greedy(long.clone(), 1, Some(budget)))?;
+            prefills.push(read.timing.prefill.as_secs_f64() * 1e6 / prefill_tokens as f64);
+        }
     }
-    let prefill_tokens = 1000.min(driver.info().max_model_len - 1);
-    let long: Vec<u32> = prompt.iter().copied().cycle().take(prefill_tokens).collect();
-    let mut prefills = Vec::new();
-    for _ in 0..5 {
-        let finished = driver.generate(vec![greedy(long.clone(), 1, Some(Budget::Off))])?.remove(0).end;
-        let finished = finished.map_err(|message| anyhow::anyhow!(message))?;
-        prefills.push(finished.timing.prefill.as_secs_f64() * 1e6 / prefill_tokens as f64);
-    }
-    let (stream_us, decode_us, prefill) = (median(streams), median(decodes), median(prefills));
+    let (stream_us, decode_us, prefill, drafting) = (median(streams), median(decodes), median(prefills), median(drafting));
     Ok(Floor {
         weight_bytes,
         stream_us,
@@ -208,7 +209,13 @@ fn measure_floor(driver: &mut dyn Driver, config: &TargetConfig) -> anyhow::Resu
         prefill_tokens,
         prefill_us_per_token: prefill,
         prefill_gain: decode_us / prefill,
+        drafting_prefill_us_per_token: drafting,
+        drafting_prefill_gain: decode_us / drafting,
     })
+}
+
+fn finished(driver: &mut dyn Driver, request: Request) -> anyhow::Result<Finished> {
+    driver.generate(vec![request])?.remove(0).end.map_err(|message| anyhow::anyhow!(message))
 }
 
 pub fn median(mut values: Vec<f64>) -> f64 {

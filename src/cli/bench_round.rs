@@ -141,8 +141,12 @@ fn print(report: &Report) {
         floor.decode_over_floor
     );
     println!(
-        "prefill of {} tokens {:.0} us a token: {:.1} x faster than decoding",
-        floor.prefill_tokens, floor.prefill_us_per_token, floor.prefill_gain
+        "prefill of {} tokens {:.0} us a token: {:.1} x faster than decoding; with the drafter's context {:.0} us: {:.1} x",
+        floor.prefill_tokens,
+        floor.prefill_us_per_token,
+        floor.prefill_gain,
+        floor.drafting_prefill_us_per_token,
+        floor.drafting_prefill_gain
     );
     let mut table = Table::new();
     table.set_header(["class", "budget", "tokens/round", "tokens/s"]);

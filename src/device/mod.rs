@@ -363,6 +363,10 @@ pub trait Device: Sized + 'static {
     fn retire(&self, round: &mut Self::Round, request: usize) -> Result<()>;
     /// Rows of a prompt chunk: `tokens` at positions `start ..` of the request.
     fn place_chunk(&self, round: &Self::Round, request: usize, start: usize, tokens: &[u32], rows: &mut Self::Rows) -> Result<()>;
+    /// Whether `last_row` describes its row as a tree of that row alone, everything before it being its prefix. Then a prompt's last
+    /// row can go through the last layer on its own; otherwise every row of its chunk does.
+    const LAST_ROW_IS_ROOT: bool = false;
+
     /// Keeps only the last row of `h` (the one whose logits matter) in row 0 of `out`.
     fn last_row(&self, h: &Self::Act, rows: &Self::Rows, out: &mut Self::Act, last: &mut Self::Rows) -> Result<()>;
     /// The prompt is in the cache: its length, and the first token from row 0 of `logits` (`mask` = allowed tokens, if restricted).

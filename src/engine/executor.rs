@@ -103,9 +103,10 @@ impl<D: Device> Executor<D> {
     }
 
     fn prefill(&mut self, chunk: &Chunk) -> Result<()> {
-        let Self { device, target, chunk_rows, latents, .. } = self;
+        let Self { device, target, chunk_rows, last_row, latents, .. } = self;
         device.place_chunk(&self.round, chunk.request, chunk.start, &chunk.tokens, chunk_rows)?;
-        target.forward(device, chunk_rows, Form::Direct, latents)?;
+        let outputs = (chunk.drafts && self.drafter.is_some()) || chunk.logprobs.is_some();
+        target.prefill(device, chunk_rows, latents, outputs, chunk.last.then_some(&mut *last_row))?;
         if let (Some(drafter), Some(contexts), true) = (&mut self.drafter, &mut self.contexts, chunk.drafts) {
             drafter.extend_context(device, &target.tapped, chunk_rows, contexts)?;
         }
@@ -114,7 +115,7 @@ impl<D: Device> Executor<D> {
             self.prompt_logprobs.extend(device.prompt_logprobs(&target.logits, chunk_rows, next, *top)?);
         }
         if chunk.last {
-            target.head_of_last(device, chunk_rows, &mut self.last_row)?;
+            target.head_of_prompt(device, last_row)?;
             device.begin(&mut self.round, chunk.request, chunk.start + chunk.tokens.len(), &target.logits, chunk.mask.as_deref())?;
         }
         Ok(())

@@ -43,12 +43,14 @@ pub struct Target<D: Device> {
     /// The residual stream after `forward`.
     pub x: D::Act,
     normed: D::Act,
+    /// Residual stream and queries of a prompt's last row.
     last: D::Act,
+    last_q: D::Act,
     partial: D::Act,
     q: D::Act,
     attended: D::Act,
     local_logits: D::Act,
-    /// `[rows, vocab]` after `head` or `head_of_last`.
+    /// `[rows, vocab]` after `head`, `[1, vocab]` after `head_of_last` and `head_of_prompt`.
     pub logits: D::Act,
     /// `[rows, taps * hidden]` after `forward`.
     pub tapped: D::Act,
@@ -104,6 +106,7 @@ impl<D: Device> Target<D> {
             x: device.act(rows, hidden)?,
             normed: device.act(rows, hidden)?,
             last: device.act(1, hidden)?,
+            last_q: device.act(1, shape.heads * shape.query_width())?,
             partial: device.act(rows, hidden)?,
             q: device.act(rows, shape.heads * shape.query_width())?,
             attended: device.act(rows, shape.heads * shape.value)?,
@@ -145,31 +148,84 @@ impl<D: Device> Target<D> {
         latents: &mut D::Latents,
         watch: &mut dyn FnMut(usize, &D::Act) -> Result<()>,
     ) -> Result<()> {
-        device.embed(&self.embed, self.vocab_first, rows, &mut self.x)?;
-        device.all_reduce(&mut self.x, rows)?;
+        self.begin(device, rows)?;
         watch(0, &self.x)?;
         for index in 0..self.layers.len() {
-            self.project(device, rows, latents, index)?;
-            self.attend(device, rows, form, latents, index)?;
-            self.output(device, rows, index)?;
-            self.mlp(device, rows, index)?;
-            if let Some(tap) = self.taps[index] {
-                device.tap(&self.x, rows, tap, &mut self.tapped)?;
-            }
+            self.project(device, index, rows, latents)?;
+            self.finish_layer(device, index, rows, form, latents)?;
+            self.tap(device, index, rows)?;
             watch(index + 1, &self.x)?;
         }
         Ok(())
     }
 
-    /// Queries and latents of one layer, from the residual stream.
-    pub fn project(&mut self, device: &D, rows: &D::Rows, latents: &mut D::Latents, index: usize) -> Result<()> {
+    /// One chunk of a prompt. `outputs`: somebody reads `x` or `tapped` of these rows (the drafter, log-probabilities of the
+    /// prompt); where nobody does, the last layer only stores latents. `last`: the prompt ends with this chunk; where the device
+    /// can, its last row goes through the last layer on its own, attending in absorbed form like every row that a token is sampled
+    /// from. So the logits of [`Self::head_of_prompt`] are the same whatever else is wanted.
+    pub fn prefill(
+        &mut self,
+        device: &D,
+        rows: &D::Rows,
+        latents: &mut D::Latents,
+        outputs: bool,
+        last: Option<&mut D::Rows>,
+    ) -> Result<()> {
+        let end = self.layers.len() - 1;
+        self.begin(device, rows)?;
+        for index in 0..end {
+            self.project(device, index, rows, latents)?;
+            self.finish_layer(device, index, rows, Form::Direct, latents)?;
+            self.tap(device, index, rows)?;
+        }
+        self.project(device, end, rows, latents)?;
+        let (mut alone, among) = if D::LAST_ROW_IS_ROOT { (last, None) } else { (None, last) };
+        if let Some(last) = &mut alone {
+            device.last_row(&self.x, rows, &mut self.last, last)?;
+            device.last_row(&self.q, rows, &mut self.last_q, last)?;
+        }
+        if outputs || among.is_some() {
+            self.finish_layer(device, end, rows, Form::Direct, latents)?;
+            self.tap(device, end, rows)?;
+        }
+        if let Some(last) = among {
+            device.last_row(&self.x, rows, &mut self.last, last)?;
+        }
+        if let Some(last) = alone {
+            self.swap_last();
+            self.finish_layer(device, end, last, Form::Absorbed, latents)?;
+            self.swap_last();
+        }
+        Ok(())
+    }
+
+    fn swap_last(&mut self) {
+        std::mem::swap(&mut self.x, &mut self.last);
+        std::mem::swap(&mut self.q, &mut self.last_q);
+    }
+
+    /// The residual stream of the rows' tokens.
+    fn begin(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
+        device.embed(&self.embed, self.vocab_first, rows, &mut self.x)?;
+        device.all_reduce(&mut self.x, rows)
+    }
+
+    /// Queries into `q`, latents into the cache.
+    pub fn project(&mut self, device: &D, index: usize, rows: &D::Rows, latents: &mut D::Latents) -> Result<()> {
         let layer = &self.layers[index];
         device.rms_norm(&self.x, &layer.input_norm, self.eps, rows, &mut self.normed)?;
         device.mla_project(&layer.projection, self.shape, &self.normed, rows, latents, index, &mut self.q)
     }
 
+    /// Attention of the queries in `q`, then the MLP; both added to `x`.
+    fn finish_layer(&mut self, device: &D, index: usize, rows: &D::Rows, form: Form, latents: &D::Latents) -> Result<()> {
+        self.attend(device, index, rows, form, latents)?;
+        self.output(device, index, rows)?;
+        self.mlp(device, index, rows)
+    }
+
     /// Attention of one layer, from queries and cache.
-    pub fn attend(&mut self, device: &D, rows: &D::Rows, form: Form, latents: &D::Latents, index: usize) -> Result<()> {
+    pub fn attend(&mut self, device: &D, index: usize, rows: &D::Rows, form: Form, latents: &D::Latents) -> Result<()> {
         let absorbed = &self.layers[index].absorbed;
         match form {
             Form::Direct => device.prompt_attention(absorbed, self.shape, &self.q, rows, latents, index, &mut self.attended),
@@ -178,13 +234,13 @@ impl<D: Device> Target<D> {
     }
 
     /// Output projection of one layer, added to the residual stream.
-    pub fn output(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+    pub fn output(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
         device.linear(&self.attended, &self.layers[index].output, rows, &mut self.partial)?;
         device.add_reduced(&mut self.x, &mut self.partial, rows)
     }
 
     /// Dense MLP, or routed and shared experts, of one layer, added to the residual stream.
-    pub fn mlp(&mut self, device: &D, rows: &D::Rows, index: usize) -> Result<()> {
+    pub fn mlp(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
         let layer = &self.layers[index];
         device.rms_norm(&self.x, &layer.post_norm, self.eps, rows, &mut self.normed)?;
         match &layer.mlp {
@@ -202,6 +258,14 @@ impl<D: Device> Target<D> {
         }
     }
 
+    /// Keeps the output of a layer that the drafter reads.
+    fn tap(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
+        match self.taps[index] {
+            Some(tap) => device.tap(&self.x, rows, tap, &mut self.tapped),
+            None => Ok(()),
+        }
+    }
+
     /// Logits of every row of the last pass.
     pub fn head(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
         device.rms_norm(&self.x, &self.norm, self.eps, rows, &mut self.normed)?;
@@ -209,9 +273,14 @@ impl<D: Device> Target<D> {
         device.gather_columns(&self.local_logits, rows, &mut self.logits)
     }
 
-    /// Logits of the last row alone, in row 0 of `logits`; `last` becomes that row.
+    /// Logits of the last row of a pass by `forward`, in row 0 of `logits`; `last` becomes that row.
     pub fn head_of_last(&mut self, device: &D, rows: &D::Rows, last: &mut D::Rows) -> Result<()> {
         device.last_row(&self.x, rows, &mut self.last, last)?;
+        self.head_of_prompt(device, last)
+    }
+
+    /// Logits of the row `last` of a prompt that `prefill` has ended, in row 0 of `logits`.
+    pub fn head_of_prompt(&mut self, device: &D, last: &D::Rows) -> Result<()> {
         device.rms_norm(&self.last, &self.norm, self.eps, last, &mut self.normed)?;
         device.linear(&self.normed, &self.head, last, &mut self.local_logits)?;
         device.gather_columns(&self.local_logits, last, &mut self.logits)

@@ -219,16 +219,16 @@ impl Bench {
             Part::Projections,
             timed(gpu, repeats, || {
                 (0..layers).try_for_each(|layer| {
-                    target.project(device, tree_rows, latents, layer)?;
-                    target.output(device, tree_rows, layer)
+                    target.project(device, layer, tree_rows, latents)?;
+                    target.output(device, layer, tree_rows)
                 })
             })?,
         ));
         us.push((
             Part::Attention,
-            timed(gpu, repeats, || (0..layers).try_for_each(|layer| target.attend(device, tree_rows, Form::Absorbed, latents, layer)))?,
+            timed(gpu, repeats, || (0..layers).try_for_each(|layer| target.attend(device, layer, tree_rows, Form::Absorbed, latents)))?,
         ));
-        let all = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.mlp(device, tree_rows, layer)))?;
+        let all = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.mlp(device, layer, tree_rows)))?;
         let routed = target.moe(moe.start).map(|(moe, h)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
         let experts = timed(gpu, repeats, || {
             moe.clone().try_for_each(|layer| match (target.moe(layer), &routed) {

@@ -4,6 +4,8 @@
 //! multiply-adds over k = 0, 1, 2 ... whatever the tile, the number of rows or the thread: the sum of a row never depends on which
 //! rows stand beside it. Called by every projection of the CPU device.
 
+use std::cell::Cell;
+
 use half::bf16;
 
 use super::parallel::{SharedMut, split};
@@ -50,10 +52,9 @@ impl PanelMatrix {
         &self.data
     }
 
-    /// Panel `block` alone, into columns `column..` of the target.
-    pub fn block_product(&self, isa: Isa, x: &[&[f32]], block: usize, target: Target<'_>, column: usize) {
-        let panels = Panels::Bf16(&self.data[block * self.k * WIDTH..(block + 1) * self.k * WIDTH]);
-        panel_product(isa, x, panels, self.k, 1, target, column, WIDTH.min(self.n - block * WIDTH));
+    /// Panel `block`.
+    pub fn panel(&self, block: usize) -> Panels<'_> {
+        Panels::Bf16(&self.data[block * self.k * WIDTH..(block + 1) * self.k * WIDTH])
     }
 }
 
@@ -70,6 +71,15 @@ pub enum Into {
 pub enum Panels<'a> {
     Bf16(&'a [u16]),
     F32(&'a [f32]),
+}
+
+impl Panels<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bf16(w) => w.len(),
+            Self::F32(w) => w.len(),
+        }
+    }
 }
 
 /// Where row `m` of the result goes: `out[m * stride + column]`.
@@ -98,19 +108,26 @@ pub fn linear(isa: Isa, x: &[f32], stride: usize, rows: usize, w: &PanelMatrix, 
 
 /// Panels `first..last` of `w` on this thread; the matrix's column 0 lands in column `column` of the target.
 pub fn matrix_blocks(isa: Isa, x: &[&[f32]], w: &PanelMatrix, first: usize, last: usize, target: Target, column: usize) {
-    let mut block = first;
-    while block < last {
-        let wanted = if x.len() == 1 { 8 } else { 4 };
-        let count = [8, 4, 2, 1].into_iter().find(|&c| c <= wanted && block + c <= last).unwrap_or(1);
-        let panels = Panels::Bf16(&w.data[block * w.k * WIDTH..(block + count) * w.k * WIDTH]);
-        let columns = (count * WIDTH).min(w.n - block * WIDTH);
-        panel_product(isa, x, panels, w.k, count, target, column + block * WIDTH, columns);
-        block += count;
+    if first < last {
+        let panels = Panels::Bf16(&w.data[first * w.k * WIDTH..last * w.k * WIDTH]);
+        let columns = ((last - first) * WIDTH).min(w.n - first * WIDTH);
+        panel_product(isa, x, panels, w.k, last - first, target, column + first * WIDTH, columns);
     }
 }
 
+/// Rows from which panels are widened once for all of them instead of once per tile of rows.
+const MANY: usize = 12;
+
+/// Panels that many rows meet side by side: with 6 rows, 24 sums that fill the registers of AVX-512 beside 4 weights.
+pub const GROUP: usize = 4;
+
+thread_local! {
+    /// A group of widened panels.
+    static WIDE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
 dispatch! {
-    /// `count` (1, 2, 4 or 8) consecutive panels of depth `k` times all rows of `x`; `columns` of the result are written from `column` on.
+    /// `count` consecutive panels of depth `k` times all rows of `x`; `columns` of the result are written from `column` on.
     pub fn panel_product = panel_product_kernel(x: &[&[f32]], panels: Panels<'_>, k: usize, count: usize, target: Target<'_>, column: usize, columns: usize)
 }
 
@@ -124,24 +141,69 @@ unsafe fn panel_product_kernel<V: Lanes>(
     column: usize,
     columns: usize,
 ) {
-    let len = match panels {
-        Panels::Bf16(w) => w.len(),
-        Panels::F32(w) => w.len(),
-    };
-    assert!(len >= count * k * WIDTH && columns <= count * WIDTH && x.iter().all(|row| row.len() >= k));
+    assert!(panels.len() >= count * k * WIDTH && columns <= count * WIDTH && x.iter().all(|row| row.len() >= k));
     // SAFETY: the panels hold `count * k * 16` weights, every row of x holds k values, and rows of the target at these columns
     // belong to this call alone.
     unsafe {
         match panels {
-            Panels::Bf16(w) => by_count::<V>(x, w.as_ptr(), k, count, target, column, columns),
-            // Widened panels are used one at a time.
-            Panels::F32(w) => {
-                for at in 0..count {
-                    let left = columns.saturating_sub(at * WIDTH).min(WIDTH);
-                    rows_of::<V, f32, 1>(x, w.as_ptr().add(at * k * WIDTH), k, target, column + at * WIDTH, left);
+            Panels::Bf16(w) if x.len() >= MANY => {
+                let mut wide = WIDE.take();
+                wide.resize(wide.len().max(GROUP * k * WIDTH), 0.0);
+                for at in (0..count).step_by(GROUP) {
+                    let group = GROUP.min(count - at);
+                    widen::<V>(w.as_ptr().add(at * k * WIDTH), group * k, &mut wide);
+                    let left = columns.saturating_sub(at * WIDTH).min(group * WIDTH);
+                    by_groups::<V, f32>(x, wide.as_ptr(), k, group, target, column + at * WIDTH, left);
                 }
+                WIDE.set(wide);
+            }
+            Panels::Bf16(w) => by_count::<V>(x, w.as_ptr(), k, count, target, column, columns),
+            Panels::F32(w) => by_groups::<V, f32>(x, w.as_ptr(), k, count, target, column, columns),
+        }
+    }
+}
+
+dispatch! {
+    /// [`GROUP`] panels that need not be neighbours, times all rows of `x`, side by side into the target from `column` on.
+    pub fn group_product = group_product_kernel(x: &[&[f32]], panels: [Panels<'_>; GROUP], k: usize, target: Target<'_>, column: usize)
+}
+
+#[inline(always)]
+unsafe fn group_product_kernel<V: Lanes>(x: &[&[f32]], panels: [Panels<'_>; GROUP], k: usize, target: Target<'_>, column: usize) {
+    assert!(panels.iter().all(|panel| panel.len() >= k * WIDTH) && x.iter().all(|row| row.len() >= k));
+    let columns = GROUP * WIDTH;
+    // SAFETY: as in `panel_product_kernel`.
+    unsafe {
+        match panels {
+            [Panels::F32(a), Panels::F32(b), Panels::F32(c), Panels::F32(d)] => {
+                rows_of::<V, f32, GROUP>(x, [a, b, c, d].map(<[f32]>::as_ptr), k, target, column, columns);
+            }
+            [Panels::Bf16(a), Panels::Bf16(b), Panels::Bf16(c), Panels::Bf16(d)] if x.len() < MANY => {
+                rows_of::<V, u16, GROUP>(x, [a, b, c, d].map(<[u16]>::as_ptr), k, target, column, columns);
+            }
+            _ => {
+                let mut wide = WIDE.take();
+                wide.resize(wide.len().max(GROUP * k * WIDTH), 0.0);
+                for (panel, wide) in panels.iter().zip(wide.chunks_exact_mut(k * WIDTH)) {
+                    match panel {
+                        Panels::Bf16(w) => widen::<V>(w.as_ptr(), k, wide),
+                        Panels::F32(w) => wide.copy_from_slice(&w[..k * WIDTH]),
+                    }
+                }
+                rows_of::<V, f32, GROUP>(x, neighbours(wide.as_ptr(), k), k, target, column, columns);
+                WIDE.set(wide);
             }
         }
+    }
+}
+
+/// `count` rows of 16 bf16 weights as f32.
+#[inline(always)]
+unsafe fn widen<V: Lanes>(from: *const u16, count: usize, to: &mut [f32]) {
+    assert!(to.len() >= count * WIDTH);
+    for at in 0..count {
+        // SAFETY: the caller's panels hold `count * 16` weights, `to` has room for them.
+        unsafe { V::load_bf16(from.add(at * WIDTH)).store(to.as_mut_ptr().add(at * WIDTH)) };
     }
 }
 
@@ -168,29 +230,57 @@ impl Stored for f32 {
     }
 }
 
+/// Few rows of narrow weights: the fewer, the more panels side by side, so that enough sums are under way.
 #[inline(always)]
 unsafe fn by_count<V: Lanes>(x: &[&[f32]], weights: *const u16, k: usize, count: usize, target: Target<'_>, column: usize, columns: usize) {
+    // SAFETY: handed on.
+    unsafe {
+        let mut at = 0;
+        while x.len() == 1 && count - at >= 8 {
+            let left = columns.saturating_sub(at * WIDTH).min(8 * WIDTH);
+            tile::<V, u16, 8, 1>(x, neighbours(weights.add(at * k * WIDTH), k), k, target, 0, column + at * WIDTH, left);
+            at += 8;
+        }
+        by_groups::<V, u16>(x, weights.add(at * k * WIDTH), k, count - at, target, column + at * WIDTH, columns.saturating_sub(at * WIDTH));
+    }
+}
+
+/// Any number of neighbouring panels, four, two or one at a time.
+#[inline(always)]
+unsafe fn by_groups<V: Lanes, S: Stored>(
+    x: &[&[f32]],
+    weights: *const S,
+    k: usize,
+    count: usize,
+    target: Target<'_>,
+    column: usize,
+    columns: usize,
+) {
     // SAFETY: handed on.
     unsafe {
         let mut at = 0;
         while at < count {
             let (from, column) = (weights.add(at * k * WIDTH), column + at * WIDTH);
             let left = columns.saturating_sub(at * WIDTH);
-            if x.len() == 1 && count - at >= 8 {
-                tile::<V, u16, 8, 1>(x, from, k, target, 0, column, left.min(8 * WIDTH));
-                at += 8;
-            } else if x.len() <= 6 && count - at >= 4 {
-                rows_of::<V, u16, 4>(x, from, k, target, column, left.min(4 * WIDTH));
-                at += 4;
+            if count - at >= GROUP {
+                rows_of::<V, S, GROUP>(x, neighbours(from, k), k, target, column, left.min(GROUP * WIDTH));
+                at += GROUP;
             } else if count - at >= 2 {
-                rows_of::<V, u16, 2>(x, from, k, target, column, left.min(2 * WIDTH));
+                rows_of::<V, S, 2>(x, neighbours(from, k), k, target, column, left.min(2 * WIDTH));
                 at += 2;
             } else {
-                rows_of::<V, u16, 1>(x, from, k, target, column, left.min(WIDTH));
+                rows_of::<V, S, 1>(x, neighbours(from, k), k, target, column, left.min(WIDTH));
                 at += 1;
             }
         }
     }
+}
+
+/// `N` panels of depth `k`, one behind the other.
+#[inline(always)]
+unsafe fn neighbours<S, const N: usize>(from: *const S, k: usize) -> [*const S; N] {
+    // SAFETY: the caller holds `N` panels from here on.
+    std::array::from_fn(|n| unsafe { from.add(n * k * WIDTH) })
 }
 
 /// All rows against `N` panels, in tiles that fill the registers. Few tile shapes on purpose: each is compiled for every instruction
@@ -198,7 +288,7 @@ unsafe fn by_count<V: Lanes>(x: &[&[f32]], weights: *const u16, k: usize, count:
 #[inline(always)]
 unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
     x: &[&[f32]],
-    weights: *const S,
+    weights: [*const S; N],
     k: usize,
     target: Target<'_>,
     column: usize,
@@ -207,12 +297,6 @@ unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
     let mut m = 0;
     // SAFETY: handed on.
     unsafe {
-        if N == 2 {
-            while x.len() - m >= 12 {
-                tile::<V, S, N, 12>(x, weights, k, target, m, column, columns);
-                m += 12;
-            }
-        }
         while x.len() - m >= 6 {
             tile::<V, S, N, 6>(x, weights, k, target, m, column, columns);
             m += 6;
@@ -231,7 +315,7 @@ unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
 #[inline(always)]
 unsafe fn tile<V: Lanes, S: Stored, const N: usize, const M: usize>(
     x: &[&[f32]],
-    weights: *const S,
+    weights: [*const S; N],
     k: usize,
     target: Target<'_>,
     m: usize,
@@ -241,18 +325,19 @@ unsafe fn tile<V: Lanes, S: Stored, const N: usize, const M: usize>(
     // SAFETY: as `panel_product_kernel` checked.
     unsafe {
         let rows: [*const f32; M] = std::array::from_fn(|i| x[m + i].as_ptr());
-        let mut sum = [[V::splat(0.0); M]; N];
+        let mut sum = [[V::splat(0.0); N]; M];
         for at in 0..k {
-            for (n, sum) in sum.iter_mut().enumerate() {
-                let w: V = S::lanes(weights.add((n * k + at) * WIDTH));
-                for (sum, row) in sum.iter_mut().zip(rows) {
-                    *sum = V::splat(*row.add(at)).fma(w, *sum);
+            let w: [V; N] = std::array::from_fn(|n| S::lanes(weights[n].add(at * WIDTH)));
+            for (sum, row) in sum.iter_mut().zip(rows) {
+                let x = V::splat(*row.add(at));
+                for (sum, w) in sum.iter_mut().zip(w) {
+                    *sum = x.fma(w, *sum);
                 }
             }
         }
-        for (n, sum) in sum.iter().enumerate() {
-            let wide = columns.saturating_sub(n * WIDTH).min(WIDTH);
-            for (i, sum) in sum.iter().enumerate() {
+        for (i, sum) in sum.iter().enumerate() {
+            for (n, sum) in sum.iter().enumerate() {
+                let wide = columns.saturating_sub(n * WIDTH).min(WIDTH);
                 finish(*sum, target, m + i, column + n * WIDTH, wide);
             }
         }
@@ -314,6 +399,33 @@ mod tests {
                 }
                 let want: f64 = (0..k).map(|i| f64::from(x[i]) * weights[(n - 1) * k + i].to_f64()).sum();
                 assert!((f64::from(all[n - 1]) - want).abs() < 1e-5, "value {} want {want}", all[n - 1]);
+            }
+        }
+    }
+
+    #[test]
+    fn panels_of_a_group_have_the_bits_of_panels_alone() {
+        let k = 40;
+        let weights: Vec<bf16> = numbers(8 * WIDTH * k, 5).into_iter().map(bf16::from_f32).collect();
+        let w = PanelMatrix::pack(&weights, 8 * WIDTH, k);
+        let blocks = [1, 6, 2, 5];
+        let wide: Vec<Vec<f32>> =
+            blocks.map(|b| w.raw()[b * k * WIDTH..][..k * WIDTH].iter().map(|&x| bf16::from_bits(x).to_f32()).collect()).into();
+        for rows in [1, 2, 7, 12, 25] {
+            let x = numbers(rows * k, 6);
+            let x_rows: Vec<&[f32]> = x.chunks_exact(k).collect();
+            let all = product(Isa::Portable, &x, rows, &w);
+            for kind in 0..3 {
+                let panels =
+                    std::array::from_fn(|i| if kind == 0 || (kind == 1 && i == 2) { Panels::F32(&wide[i]) } else { w.panel(blocks[i]) });
+                let mut out = vec![f32::NAN; rows * GROUP * WIDTH];
+                let target = Target { out: SharedMut::new(&mut out), stride: GROUP * WIDTH, into: Into::Overwrite };
+                group_product(Isa::detect(), &x_rows, panels, k, target, 0);
+                for (row, out) in out.chunks_exact(GROUP * WIDTH).enumerate() {
+                    for (out, block) in out.chunks_exact(WIDTH).zip(blocks) {
+                        assert_eq!(out, &all[row * w.n + block * WIDTH..][..WIDTH], "row {row} of {rows}, panel {block}, kind {kind}");
+                    }
+                }
             }
         }
     }

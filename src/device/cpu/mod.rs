@@ -9,6 +9,7 @@ pub mod layers;
 pub mod mla;
 pub mod moe;
 pub mod parallel;
+pub mod prompt;
 pub mod round;
 pub mod rows;
 pub mod simd;
@@ -19,9 +20,10 @@ use std::cell::RefCell;
 
 use draft::{CpuContexts, DraftArgs};
 use gemm::{Into, PanelMatrix, linear};
-use mla::{CpuAbsorbed, CpuLatents, PromptScratch};
+use mla::{CpuAbsorbed, CpuLatents};
 use moe::{CpuExperts, ExpertMatrix, MoeArgs, MoeScratch, Routes};
 use parallel::{SharedMut, split};
+use prompt::PromptCache;
 use round::CpuRound;
 use rows::CpuRows;
 use simd::{Isa, WIDTH};
@@ -72,7 +74,7 @@ struct Scratch {
     queries: Vec<f32>,
     outputs: Vec<f32>,
     second: Vec<f32>,
-    prompt: PromptScratch,
+    prompt: PromptCache,
     moe: MoeScratch,
 }
 
@@ -135,6 +137,18 @@ fn expert_matrix(parts: &[&Int4Matrix<'_>], unpacked: bool) -> ExpertMatrix {
     }
     let weights: Vec<half::bf16> = parts.iter().flat_map(|part| part.unpack()).collect();
     ExpertMatrix::Bf16(PanelMatrix::pack(&weights, parts.iter().map(|part| part.rows).sum(), parts[0].columns))
+}
+
+/// RMSNorm of every row of `x`, as wide as `weight`.
+fn norm_rows(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let width = weight.len();
+    let shared = SharedMut::new(out);
+    split(x.len() / width, 32, &|range| {
+        for row in range {
+            // SAFETY: rows are disjoint.
+            layers::rms_norm(isa, &x[row * width..(row + 1) * width], weight, eps, unsafe { shared.range(row * width, width) });
+        }
+    });
 }
 
 /// Grows a buffer to `len` and gives it out.
@@ -240,14 +254,7 @@ impl Device for CpuDevice {
     }
 
     fn rms_norm(&self, x: &CpuAct, weight: &Vec<f32>, eps: f32, rows: &CpuRows, out: &mut CpuAct) -> Result<()> {
-        let (isa, width) = (self.isa, x.width);
-        let shared = SharedMut::new(&mut out.data);
-        split(rows.len(), 32, &|range| {
-            for row in range {
-                // SAFETY: rows are disjoint.
-                layers::rms_norm(isa, x.row(row), weight, eps, unsafe { shared.range(row * width, width) });
-            }
-        });
+        norm_rows(self.isa, &x.data[..rows.len() * x.width], weight, eps, &mut out.data);
         Ok(())
     }
 
@@ -259,8 +266,14 @@ impl Device for CpuDevice {
 
     fn add_reduced(&self, x: &mut CpuAct, y: &mut CpuAct, rows: &CpuRows) -> Result<()> {
         self.all_reduce(y, rows)?;
-        let len = rows.len() * x.width;
-        x.data[..len].iter_mut().zip(&y.data[..len]).for_each(|(x, y)| *x += y);
+        let width = x.width;
+        let shared = SharedMut::new(&mut x.data);
+        split(rows.len(), 64, &|range| {
+            let (at, len) = (range.start * width, range.len() * width);
+            // SAFETY: rows are disjoint.
+            let x = unsafe { shared.range(at, len) };
+            x.iter_mut().zip(&y.data[at..at + len]).for_each(|(x, y)| *x += y);
+        });
         Ok(())
     }
 
@@ -295,24 +308,29 @@ impl Device for CpuDevice {
         let low = sized(&mut scratch.wide, n * rank);
         self.linear_rows(&h.data, h.width, n, &weights.q_a, low, rank);
         let normed = sized(&mut scratch.normed, n * rank);
-        for (low, normed) in low.chunks_exact(rank).zip(normed.chunks_exact_mut(rank)) {
-            layers::rms_norm(self.isa, low, &weights.q_a_norm, weights.eps, normed);
-        }
+        norm_rows(self.isa, low, &weights.q_a_norm, weights.eps, normed);
         let q_width = q.width;
         self.linear_rows(normed, rank, n, &weights.q_b, &mut q.data, q_width);
         let latent = sized(&mut scratch.latent, n * wide);
         self.linear_rows(&h.data, h.width, n, &weights.kv_a, latent, wide);
-        for (row, latent) in latent.chunks_exact(wide).enumerate() {
-            let at = rows.positions[row] as usize * self.rope.half;
-            let (cos, sin) = (&self.rope.cos[at..at + self.rope.half], &self.rope.sin[at..at + self.rope.half]);
-            for head in q.row_mut(row).chunks_exact_mut(shape.query_width()) {
-                layers::rope_interleaved(&mut head[shape.nope..], cos, sin);
+        let (isa, rope, latent) = (self.isa, &self.rope, &*latent);
+        let (kv_a_norm, eps) = (&weights.kv_a_norm, weights.eps);
+        let (queries, cache) = (SharedMut::new(&mut q.data), SharedMut::new(&mut latents.layers[layer]));
+        split(n, 32, &|range| {
+            for row in range {
+                let at = rows.positions[row] as usize * rope.half;
+                let (cos, sin) = (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half]);
+                let latent = &latent[row * wide..(row + 1) * wide];
+                // SAFETY: rows are disjoint, and so are their slots.
+                let (q, to) = unsafe { (queries.range(row * q_width, q_width), cache.range(rows.slots[row] as usize * wide, wide)) };
+                for head in q.chunks_exact_mut(shape.query_width()) {
+                    layers::rope_interleaved(&mut head[shape.nope..], cos, sin);
+                }
+                layers::rms_norm(isa, &latent[..shape.latent], kv_a_norm, eps, &mut to[..shape.latent]);
+                to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
+                layers::rope_interleaved(&mut to[shape.latent..], cos, sin);
             }
-            let to = latents.row_mut(layer, rows.slots[row]);
-            layers::rms_norm(self.isa, &latent[..shape.latent], &weights.kv_a_norm, weights.eps, &mut to[..shape.latent]);
-            to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
-            layers::rope_interleaved(&mut to[shape.latent..], cos, sin);
-        }
+        });
         Ok(())
     }
 
@@ -356,8 +374,8 @@ impl Device for CpuDevice {
         layer: usize,
         out: &mut CpuAct,
     ) -> Result<()> {
-        let scratch = &mut self.scratch.borrow_mut().prompt;
-        mla::prompt_attention(self.isa, weights, shape, &q.data, rows, latents, layer, scratch, &mut out.data);
+        let kept = &mut self.scratch.borrow_mut().prompt;
+        prompt::prompt_attention(self.isa, weights, shape, &q.data, rows, latents, layer, kept, &mut out.data);
         Ok(())
     }
 
@@ -367,9 +385,14 @@ impl Device for CpuDevice {
         let wide = sized(&mut scratch.wide, n * 2 * inner);
         self.linear_rows(&h.data, h.width, n, &weights.gate_up, wide, 2 * inner);
         let normed = sized(&mut scratch.normed, n * inner);
-        for (wide, out) in wide.chunks_exact(2 * inner).zip(normed.chunks_exact_mut(inner)) {
-            layers::swiglu(self.isa, &wide[..inner], &wide[inner..], out);
-        }
+        let (isa, gates, shared) = (self.isa, &*wide, SharedMut::new(normed));
+        split(n, 16, &|range| {
+            for row in range {
+                let (gate, up) = gates[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
+                // SAFETY: rows are disjoint.
+                layers::swiglu(isa, gate, up, unsafe { shared.range(row * inner, inner) });
+            }
+        });
         let stride = out.width;
         self.linear_rows(normed, inner, n, &weights.down, &mut out.data, stride);
         Ok(())
@@ -436,10 +459,12 @@ impl Device for CpuDevice {
     }
 
     fn admit(&self, round: &mut CpuRound, request: usize, admission: Admission) -> Result<()> {
+        self.scratch.borrow_mut().prompt.forget(request);
         round.admit(request, admission)
     }
 
     fn retire(&self, round: &mut CpuRound, request: usize) -> Result<()> {
+        self.scratch.borrow_mut().prompt.forget(request);
         round.retire(request);
         Ok(())
     }
@@ -448,15 +473,17 @@ impl Device for CpuDevice {
         round.place_chunk(request, start, tokens, rows)
     }
 
+    const LAST_ROW_IS_ROOT: bool = true;
+
     fn last_row(&self, h: &CpuAct, rows: &CpuRows, out: &mut CpuAct, last: &mut CpuRows) -> Result<()> {
         let row = rows.len().checked_sub(1).ok_or_else(|| DeviceError("no last row of an empty pass".into()))?;
         out.row_mut(0).copy_from_slice(h.row(row));
-        last.clear();
-        last.push(rows.tokens[row], rows.positions[row] as usize, rows.slots[row]);
+        rows.last_as_root(last);
         Ok(())
     }
 
     fn begin(&self, round: &mut CpuRound, request: usize, prompt: usize, logits: &CpuAct, mask: Option<&[u32]>) -> Result<()> {
+        self.scratch.borrow_mut().prompt.forget(request);
         round.begin(request, prompt, &logits.data, mask)
     }
 

@@ -5,10 +5,10 @@
 
 use std::cell::RefCell;
 
-use super::gemm::{Into, PanelMatrix, Panels, Target, linear, matrix_blocks, panel_product};
+use super::gemm::{GROUP, Into, PanelMatrix, Panels, Target, group_product, linear, matrix_blocks, panel_product};
 use super::int4::Int4Matrix;
 use super::layers::swiglu;
-use super::parallel::{SharedMut, split_fine};
+use super::parallel::{SharedMut, split, split_fine};
 use super::simd::{Isa, WIDTH};
 
 /// Routed experts of one layer: gate stacked above up, and down.
@@ -33,16 +33,29 @@ impl ExpertMatrix {
         }
     }
 
-    /// Panel `block` times the rows of `x`, into columns `column ..` of the target.
-    fn product(&self, isa: Isa, x: &[&[f32]], block: usize, panel: &mut Vec<f32>, target: Target<'_>, column: usize) {
+    /// Panels `blocks` (at most [`GROUP`]) times the rows of `x`, side by side into the target from its column 0 on.
+    fn product(&self, isa: Isa, x: &[&[f32]], blocks: &[usize], unpacked: &mut Vec<f32>, target: Target<'_>) {
         match self {
             Self::Int4(matrix) => {
-                panel.resize(panel.len().max(matrix.k * WIDTH), 0.0);
-                matrix.unpack(isa, block, panel);
-                panel_product(isa, x, Panels::F32(panel), matrix.k, 1, target, column, WIDTH);
+                let size = matrix.k * WIDTH;
+                unpacked.resize(unpacked.len().max(GROUP * size), 0.0);
+                for (panel, &block) in unpacked.chunks_exact_mut(size).zip(blocks) {
+                    matrix.unpack(isa, block, panel);
+                }
+                product(isa, x, blocks, &|at| Panels::F32(&unpacked[at * size..(at + 1) * size]), matrix.k, target);
             }
-            Self::Bf16(matrix) => matrix.block_product(isa, x, block, target, column),
+            Self::Bf16(matrix) => product(isa, x, blocks, &|at| matrix.panel(blocks[at]), matrix.k, target),
         }
+    }
+}
+
+/// `panel(i)` stands for `blocks[i]`.
+fn product<'a>(isa: Isa, x: &[&[f32]], blocks: &[usize], panel: &dyn Fn(usize) -> Panels<'a>, k: usize, target: Target<'_>) {
+    if blocks.len() == GROUP {
+        return group_product(isa, x, std::array::from_fn(panel), k, target, 0);
+    }
+    for at in 0..blocks.len() {
+        panel_product(isa, x, panel(at), k, 1, target, at * WIDTH, WIDTH);
     }
 }
 
@@ -68,7 +81,7 @@ pub struct MoeScratch {
 }
 
 thread_local! {
-    /// One unpacked panel pair and the stacked gate and up sums of this thread.
+    /// Unpacked panels and the sums of this thread.
     static PANEL: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
@@ -118,27 +131,29 @@ fn up_stage(
     all_places: usize,
     out: &mut [f32],
 ) {
-    let (per_expert, shared_inner) = (inner / WIDTH, args.shared_down.k);
+    let (blocks, shared_inner) = (inner / WIDTH, args.shared_down.k);
     let shared_blocks = shared_inner / WIDTH;
+    let (steps, shared_steps) = (blocks.div_ceil(UP_BLOCKS), shared_blocks.div_ceil(UP_BLOCKS));
     let shared = SharedMut::new(out);
-    split_fine(active.len() * per_expert + shared_blocks, 4, &|range| {
-        PANEL.with_borrow_mut(|(panel, sums)| {
+    split_fine(active.len() * steps + shared_steps, 2, &|range| {
+        PANEL.with_borrow_mut(|(unpacked, sums)| {
             for item in range {
-                if item < active.len() * per_expert {
-                    let (expert, block) = (active[item / per_expert], item % per_expert);
+                if item < active.len() * steps {
+                    let (expert, block) = (active[item / steps], item % steps * UP_BLOCKS);
                     let rows: Vec<&[f32]> = places[expert].iter().map(|&place| x[place as usize / args.top_k]).collect();
-                    let matrix = &args.experts.gate_up[expert];
+                    let weights = GateUp::Expert(&args.experts.gate_up[expert], unpacked);
                     let to = |i: usize| places[expert][i] as usize * inner + block * WIDTH;
-                    gate_up_block(isa, &rows, GateUp::Expert(matrix), block, per_expert, panel, sums, &|i, values| {
+                    gate_up_blocks(isa, &rows, weights, block..blocks.min(block + UP_BLOCKS), blocks, sums, &|i, wide| {
                         // SAFETY: this item alone writes these columns of these places.
-                        unsafe { shared.range(to(i), WIDTH) }.copy_from_slice(values);
+                        unsafe { shared.range(to(i), wide) }
                     });
                 } else {
-                    let block = item - active.len() * per_expert;
+                    let block = (item - active.len() * steps) * UP_BLOCKS;
+                    let weights = GateUp::Shared(args.shared_gate_up);
                     let to = |i: usize| all_places * inner + i * shared_inner + block * WIDTH;
-                    gate_up_block(isa, x, GateUp::Shared(args.shared_gate_up), block, shared_blocks, panel, sums, &|i, values| {
+                    gate_up_blocks(isa, x, weights, block..shared_blocks.min(block + UP_BLOCKS), shared_blocks, sums, &|i, wide| {
                         // SAFETY: as above.
-                        unsafe { shared.range(to(i), WIDTH) }.copy_from_slice(values);
+                        unsafe { shared.range(to(i), wide) }
                     });
                 }
             }
@@ -146,36 +161,35 @@ fn up_stage(
     });
 }
 
+/// Blocks of 16 columns that one step of the first stage takes: their gate and up panels are a group.
+const UP_BLOCKS: usize = GROUP / 2;
+
 enum GateUp<'a> {
-    Expert(&'a ExpertMatrix),
+    /// With room for unpacked panels.
+    Expert(&'a ExpertMatrix, &'a mut Vec<f32>),
     Shared(&'a PanelMatrix),
 }
 
-/// 16 columns of `silu(gate) * up` for all rows; the gate's panel is `block`, up's is `block + blocks`.
-#[allow(clippy::too_many_arguments)]
-fn gate_up_block(
+/// `silu(gate) * up` of all rows in the columns of `range`; the gate's panels are those of `range`, up's lie `blocks` further.
+fn gate_up_blocks<'o>(
     isa: Isa,
     rows: &[&[f32]],
     weights: GateUp<'_>,
-    block: usize,
+    range: std::ops::Range<usize>,
     blocks: usize,
-    panel: &mut Vec<f32>,
     sums: &mut Vec<f32>,
-    write: &impl Fn(usize, &[f32]),
+    out: &impl Fn(usize, usize) -> &'o mut [f32],
 ) {
-    sums.resize(sums.len().max(rows.len() * 2 * WIDTH), 0.0);
-    let target = Target { out: SharedMut::new(sums), stride: 2 * WIDTH, into: Into::Overwrite };
-    for (half, block) in [block, block + blocks].into_iter().enumerate() {
-        match weights {
-            GateUp::Expert(matrix) => matrix.product(isa, rows, block, panel, target, half * WIDTH),
-            GateUp::Shared(matrix) => matrix.block_product(isa, rows, block, target, half * WIDTH),
-        }
+    let wide = range.len() * WIDTH;
+    let panels: Vec<usize> = range.clone().chain(range.map(|block| block + blocks)).collect();
+    sums.resize(sums.len().max(rows.len() * 2 * wide), 0.0);
+    let target = Target { out: SharedMut::new(sums), stride: 2 * wide, into: Into::Overwrite };
+    match weights {
+        GateUp::Expert(matrix, unpacked) => matrix.product(isa, rows, &panels, unpacked, target),
+        GateUp::Shared(matrix) => product(isa, rows, &panels, &|at| matrix.panel(panels[at]), matrix.k, target),
     }
-    for i in 0..rows.len() {
-        let (gate, up) = sums[i * 2 * WIDTH..(i + 1) * 2 * WIDTH].split_at(WIDTH);
-        let mut values = [0f32; WIDTH];
-        swiglu(isa, gate, up, &mut values);
-        write(i, &values);
+    for (i, sums) in sums.chunks_exact(2 * wide).take(rows.len()).enumerate() {
+        swiglu(isa, &sums[..wide], &sums[wide..], out(i, wide));
     }
 }
 
@@ -195,27 +209,28 @@ fn down_stage(
     out: &mut [f32],
 ) {
     let (blocks, shared_inner) = (hidden / WIDTH, args.shared_down.k);
+    let steps = blocks.div_ceil(GROUP);
     let (outer, out) = (SharedMut::new(outer), SharedMut::new(out));
     let shared_rows: Vec<&[f32]> = (0..rows).map(|row| &values[all_places * inner + row * shared_inner..][..shared_inner]).collect();
-    split_fine(active.len() * blocks + blocks, 4, &|range| {
-        PANEL.with_borrow_mut(|(panel, sums)| {
+    split_fine(active.len() * steps + steps, 2, &|range| {
+        PANEL.with_borrow_mut(|(unpacked, sums)| {
             for item in range {
-                if item < active.len() * blocks {
-                    let (expert, block) = (active[item / blocks], item % blocks);
+                let first = item % steps * GROUP;
+                let group: Vec<usize> = (first..blocks.min(first + GROUP)).collect();
+                let wide = group.len() * WIDTH;
+                if item < active.len() * steps {
+                    let expert = active[item / steps];
                     let x: Vec<&[f32]> = places[expert].iter().map(|&place| &values[place as usize * inner..][..inner]).collect();
-                    let matrix = &args.experts.down[expert];
-                    sums.resize(sums.len().max(x.len() * WIDTH), 0.0);
-                    let target = Target { out: SharedMut::new(sums), stride: WIDTH, into: Into::Overwrite };
-                    matrix.product(isa, &x, block, panel, target, 0);
-                    for (i, &place) in places[expert].iter().enumerate() {
+                    sums.resize(sums.len().max(x.len() * wide), 0.0);
+                    let target = Target { out: SharedMut::new(sums), stride: wide, into: Into::Overwrite };
+                    args.experts.down[expert].product(isa, &x, &group, unpacked, target);
+                    for (sums, &place) in sums.chunks_exact(wide).zip(&places[expert]) {
                         // SAFETY: this item alone writes these columns of these places.
-                        unsafe { outer.range(place as usize * hidden + block * WIDTH, WIDTH) }
-                            .copy_from_slice(&sums[i * WIDTH..(i + 1) * WIDTH]);
+                        unsafe { outer.range(place as usize * hidden + first * WIDTH, wide) }.copy_from_slice(sums);
                     }
                 } else {
-                    let block = item - active.len() * blocks;
                     let target = Target { out, stride: hidden, into: Into::Overwrite };
-                    matrix_blocks(isa, &shared_rows, args.shared_down, block, block + 1, target, 0);
+                    matrix_blocks(isa, &shared_rows, args.shared_down, first, first + group.len(), target, 0);
                 }
             }
         });
@@ -242,27 +257,34 @@ fn combine(routes: &Routes, outer: &[f32], hidden: usize, rows: usize, out: &mut
 
 /// Chooses experts from router logits `[rows, experts]`.
 pub fn route(gates: &[f32], bias: &[f32], top_k: usize, scaling: f32, routes: &mut Routes) {
+    let (experts, rows) = (bias.len(), gates.len() / bias.len());
     routes.top_k = top_k;
     routes.ids.clear();
+    routes.ids.resize(rows * top_k, 0);
     routes.weights.clear();
-    let mut scores = vec![0f32; bias.len()];
-    let mut taken: Vec<(f32, u32)> = Vec::with_capacity(top_k);
-    for gates in gates.chunks_exact(bias.len()) {
-        taken.clear();
-        for (e, (score, gate)) in scores.iter_mut().zip(gates).enumerate() {
-            *score = 1.0 / (1.0 + (-gate).exp());
-            let key = *score + bias[e];
-            // NaN sorts nowhere: it is kept out of the choice and shows in the output through its own logit.
-            let place = taken.iter().position(|&(other, _)| key > other).unwrap_or(taken.len());
-            if place < top_k {
-                taken.truncate(top_k - 1);
-                taken.insert(place, (key, e as u32));
+    routes.weights.resize(rows * top_k, 0.0);
+    let (ids, weights) = (SharedMut::new(&mut routes.ids), SharedMut::new(&mut routes.weights));
+    split(rows, 32, &|range| {
+        let mut scores = vec![0f32; experts];
+        let mut taken: Vec<(f32, u32)> = Vec::with_capacity(top_k);
+        for row in range {
+            taken.clear();
+            for (e, (score, gate)) in scores.iter_mut().zip(&gates[row * experts..]).enumerate() {
+                *score = 1.0 / (1.0 + (-gate).exp());
+                let key = *score + bias[e];
+                // NaN sorts nowhere: it is kept out of the choice and shows in the output through its own logit.
+                let place = taken.iter().position(|&(other, _)| key > other).unwrap_or(taken.len());
+                if place < top_k {
+                    taken.truncate(top_k - 1);
+                    taken.insert(place, (key, e as u32));
+                }
+            }
+            let sum: f32 = taken.iter().map(|&(_, e)| scores[e as usize]).sum::<f32>() + 1e-20;
+            // SAFETY: rows are disjoint.
+            let (ids, weights) = unsafe { (ids.range(row * top_k, top_k), weights.range(row * top_k, top_k)) };
+            for ((id, weight), &(_, e)) in ids.iter_mut().zip(weights).zip(&taken) {
+                (*id, *weight) = (e, scores[e as usize] / sum * scaling);
             }
         }
-        let sum: f32 = taken.iter().map(|&(_, e)| scores[e as usize]).sum::<f32>() + 1e-20;
-        for &(_, e) in &taken {
-            routes.ids.push(e);
-            routes.weights.push(scores[e as usize] / sum * scaling);
-        }
-    }
+    });
 }

@@ -89,4 +89,35 @@ impl CpuRows {
         let start = self.prefix_starts[index];
         &self.prefix_slots[start..start + self.groups[index].prefix]
     }
+
+    /// The last row of the last group, as a tree of its own: everything before it is its prefix.
+    pub fn last_as_root(&self, out: &mut Self) {
+        out.clear();
+        let (Some(group), Some(row)) = (self.groups.last(), self.len().checked_sub(1)) else { return };
+        let own = &self.slots[group.first..row];
+        let prefix: Vec<u32> = self.prefix(self.groups.len() - 1).iter().chain(own).copied().collect();
+        out.open_group(group.request, &prefix);
+        out.push(self.tokens[row], self.positions[row] as usize, self.slots[row]);
+        out.ancestors.push(1);
+        out.close_group();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_row_as_a_root_has_everything_before_it_as_its_prefix() {
+        let (mut rows, mut last) = (CpuRows::default(), CpuRows::default());
+        rows.open_group(3, &[40, 41]);
+        (0..3).for_each(|i| rows.push(100 + i, 2 + i as usize, 50 + i));
+        rows.close_group();
+        for _ in 0..2 {
+            rows.last_as_root(&mut last);
+        }
+        assert_eq!((last.tokens.as_slice(), last.positions.as_slice(), last.slots.as_slice()), (&[102][..], &[4][..], &[52][..]));
+        assert_eq!((last.prefix(0), last.ancestors.as_slice()), (&[40, 41, 50, 51][..], &[1][..]));
+        assert_eq!(last.groups, [Group { request: 3, first: 0, rows: 1, prefix: 4 }]);
+    }
 }
