@@ -24,7 +24,7 @@ use serde_json::Value;
 const TOKENS: u32 = 64;
 
 /// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16.
-const MARGIN: f32 = 0.1;
+const MARGIN: f32 = 0.15;
 
 /// Options for the model in the repository on a card; `None`, with the reason printed, where there is none.
 fn on_card(numerics: Numerics) -> Option<EngineOptions> {

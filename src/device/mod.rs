@@ -415,6 +415,10 @@ pub trait Device: Sized + 'static {
 
     // ----- looking in
 
+    /// Below this difference in log-probability two best tokens may change places between baseline and custom kernel, because both
+    /// round; 0 = the kernels agree so well that they never do.
+    const TIE_MARGIN: f32 = 0.0;
+
     /// What does the arithmetic.
     fn identity(&self) -> DeviceIdentity;
 

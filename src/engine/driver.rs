@@ -36,6 +36,8 @@ pub trait Driver {
     fn info(&self) -> &ModelInfo;
     /// What does the arithmetic.
     fn device(&self) -> DeviceIdentity;
+    /// See [`Device::TIE_MARGIN`].
+    fn tie_margin(&self) -> f32;
     /// A sign of life for the watchdog.
     fn beat(&self);
     /// What `/health` and the service manager are told while the engine is not ready yet.
@@ -80,6 +82,10 @@ impl<D: Device> Driver for Engine<D> {
 
     fn device(&self) -> DeviceIdentity {
         Engine::device(self)
+    }
+
+    fn tie_margin(&self) -> f32 {
+        D::TIE_MARGIN
     }
 
     fn beat(&self) {

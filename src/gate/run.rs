@@ -103,6 +103,7 @@ pub fn run(driver: &mut dyn Driver, set: &PromptSet, rows: &[Rows]) -> Result<Re
     let mut report = compare(set, &passes);
     report.layers = layers.iter().enumerate().map(|(layer, diff)| LayerResult::new(layer, diff)).collect();
     judge_layers(&mut report);
+    report.set_ties_aside(driver.tie_margin());
     if records.count > 0 {
         report.failures.push(format!("{} error records in the log; the first: {}", records.count, records.texts[0]));
     }
@@ -225,6 +226,7 @@ fn difference(pass: Pass, at: usize, position: usize, wanted: &Generated, found:
         baseline_token: wanted.tokens.get(position).copied(),
         token: found.tokens.get(position).copied(),
         margin: margin.filter(|margin| margin.is_finite()),
+        runner_up: top.get(1).is_some_and(|second| Some(second.0) == found.tokens.get(position).copied()),
         baseline_text: wanted.text.clone(),
         text: found.text.clone(),
     }
@@ -295,6 +297,23 @@ mod tests {
         assert_eq!((found.position, found.baseline_token, found.token, found.margin), (1, Some(6), Some(8), Some(0.25)));
         assert_eq!((found.baseline_text.as_str(), found.text.as_str()), ("abc", "axc"));
         assert!(!report.prompts[0].same);
+    }
+
+    #[test]
+    fn only_the_runner_up_within_the_margin_is_a_tie_and_too_many_fail() {
+        let tied = |token: u32, margin: f32| {
+            let mut report = compared(result(&[5, token, 7], "axc"));
+            report.set_ties_aside(margin);
+            (report.differences.len(), report.ties.len(), report.failures.len())
+        };
+        assert_eq!(tied(99, 0.3), (0, 1, 0), "the second best, 0.25 behind");
+        assert_eq!(tied(99, 0.2), (1, 0, 0), "too far behind");
+        assert_eq!(tied(8, 0.3), (1, 0, 0), "not the second best");
+        assert_eq!(tied(99, 0.0), (1, 0, 0), "a device whose kernels agree knows no ties");
+        let mut report = compared(result(&[5, 99, 7], "axc"));
+        report.differences.push(report.differences[0].clone());
+        report.set_ties_aside(0.3);
+        assert!(report.failures[0].contains("2 ties, wanted at most 1"), "{:?}", report.failures);
     }
 
     #[test]

@@ -308,6 +308,9 @@ impl Device for CudaDevice {
 
     const RECORDS: bool = true;
 
+    /// bf16 outputs of attention differ in the last place in 0.005 % of elements; a changed expert choice makes that visible.
+    const TIE_MARGIN: f32 = 0.1;
+
     fn bucket(&self, round: &CudaRound, phase: Phase) -> Option<Bucket> {
         round.bucket(phase)
     }
