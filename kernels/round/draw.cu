@@ -16,13 +16,15 @@ constexpr int kBlocks = 8, kThreads = 512, kWarps = kThreads / 32, kTile = kThre
 constexpr int kBins = 1024, kMine = kBins / kBlocks;
 constexpr int kMaxTiles = 16;  // 262144 ids
 constexpr int kFew = 256;       // entries of one bin that are ordered by comparing each with each
-constexpr double kOne = double(1ull << 45);  // a weight of 1; 262144 of them fit 64 bits
+// Masses are weights times 2^33, added as two limbs: the 2^15 of a block fit 32 bits.
+constexpr int kLimb = 17;
+constexpr float kOne = float(1ull << 33);
 constexpr float kGreedyBelow = 1e-5f;
 // Linear bins reach this far below the best, in units of the exponent.
 constexpr float kReach = 40.0f;
 
 struct Shared {
-  unsigned long long bins[kBins];
+  uint32_t low_bins[kBins], high_bins[kBins];
   unsigned long long merged[kMine];
   unsigned long long scan[kWarps];
   unsigned long long above;  // mass before the bin that crosses
@@ -40,12 +42,13 @@ struct Shared {
   Rule rule;
 };
 
-// e^x for x <= 0. Below e^-12 an error of 1e-6 in the weight is 1e-11 of the best one's.
-__device__ double weight_of(double x) { return x > -12.0 ? exp(x) : double(expf(float(x))); }
+// Exponents above this are taken in f64; at and below it the error of f32 is less than 1e-8 of the best token's weight.
+constexpr float kPrecise = -4.0f;
 
-__device__ unsigned long long whole(double weight) { return __double2ull_rn(weight * kOne); }
+__device__ uint64_t whole(float weight) { return __float2ull_rn(weight * kOne); }
 
-__device__ uint32_t linear_bin(double x) { return min(uint32_t(float(-x) * (kBins / kReach)), uint32_t(kBins - 1)); }
+// `x` is the exponent in f32, which falls with the logit.
+__device__ uint32_t linear_bin(float x) { return min(uint32_t(-x * (kBins / kReach)), uint32_t(kBins - 1)); }
 
 struct Draw {
   const Round& r;
@@ -54,18 +57,39 @@ struct Draw {
   const float* line;
   bool aligned, any;
   int from, until;
-  double top, scale, floor;
+  float top, scale;
+  double precise_scale;
   // Kept: keys above `cut_key`, and ids up to `cut_id` at it.
   uint32_t cut_key = 0, cut_id = kNone;
 
-  __device__ bool kept(uint32_t key, uint32_t id, double x) const {
-    return x >= floor && (key > cut_key || (key == cut_key && id <= cut_id));
+  __device__ bool kept(uint32_t key, uint32_t id) const { return key > cut_key || (key == cut_key && id <= cut_id); }
+  __device__ float exponent(float logit) const { return (logit - top) * scale; }
+  __device__ double precise(float logit) const { return (double(logit) - double(top)) * precise_scale; }
+  __device__ double weight(float logit) const {
+    float x = exponent(logit);
+    return x > kPrecise ? exp(precise(logit)) : double(expf(x));
   }
-  __device__ double exponent(float logit) const { return (double(logit) - top) * scale; }
+  // Whole: the same for every use of a logit.
+  __device__ uint64_t mass(float logit, bool count) const {
+    if (count) return 1;
+    float x = exponent(logit);
+    return x > kPrecise ? __double2ull_rn(exp(precise(logit)) * double(kOne)) : whole(expf(x));
+  }
+
+  // Keeps only weights of at least `least`, the best one's being 1: the last key whose exponent is not below its logarithm.
+  __device__ void keep_from(double least) {
+    double floor = log(least);
+    uint32_t below = key_of(-CUDART_INF_F), enough = key_of(top);
+    while (enough - below > 1) {
+      uint32_t middle = below + (enough - below) / 2;
+      if (precise(value_of(middle)) >= floor) enough = middle; else below = middle;
+    }
+    cut_key = enough;
+  }
 
   __device__ float logit(uint32_t id, float raw) const { return any ? adjusted(sh.rule, id, raw) : raw; }
 
-  // `visit(id, key, x)` for every kept token of this block's run.
+  // `visit(id, key, logit)` for every kept token of this block's run.
   template <class Visit>
   __device__ void each(Visit visit) const {
     for (int at = from + threadIdx.x * 4; at < until; at += kTile) {
@@ -75,9 +99,8 @@ struct Draw {
       for (int i = 0; i < 4; ++i) {
         if (at + i >= until) break;
         float value = logit(at + i, raw[i]);
-        double x = exponent(value);
         uint32_t key = key_of(value);
-        if (kept(key, at + i, x)) visit(uint32_t(at + i), key, x);
+        if (kept(key, at + i)) visit(uint32_t(at + i), key, value);
       }
     }
   }
@@ -89,7 +112,11 @@ struct Draw {
     uint32_t rank = cluster.block_rank();
     if (threadIdx.x < kMine) {
       unsigned long long sum = 0;
-      for (int other = 0; other < kBlocks; ++other) sum += cluster.map_shared_rank(sh.bins, other)[rank * kMine + threadIdx.x];
+      uint32_t bin = rank * kMine + threadIdx.x;
+      for (int other = 0; other < kBlocks; ++other) {
+        sum += uint64_t(cluster.map_shared_rank(sh.high_bins, other)[bin]) << kLimb;
+        sum += cluster.map_shared_rank(sh.low_bins, other)[bin];
+      }
       sh.merged[threadIdx.x] = sum;
     }
     if (threadIdx.x == 0) sh.crossing = kNone;
@@ -134,19 +161,21 @@ struct Draw {
   }
 
   __device__ void clear() {
-    for (int i = threadIdx.x; i < kBins; i += kThreads) sh.bins[i] = 0;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) sh.low_bins[i] = sh.high_bins[i] = 0;
     __syncthreads();
+  }
+
+  __device__ void gain(uint32_t bin, uint64_t mass) {
+    uint32_t low = mass & ((1u << kLimb) - 1), high = mass >> kLimb;
+    if (low) atomicAdd(&sh.low_bins[bin], low);
+    if (high) atomicAdd(&sh.high_bins[bin], high);
   }
 
   // Cuts the kept tokens to the shortest head whose mass reaches `goal` (a share of the whole, where `relative`); `count`: every
   // token has mass 1.
   __device__ void cut(double goal, bool relative, bool count) {
-    auto mass = [&](double x) { return count ? 1ull : whole(weight_of(x)); };
     clear();
-    each([&](uint32_t, uint32_t, double x) {
-      unsigned long long m = mass(x);
-      if (m) atomicAdd(&sh.bins[linear_bin(x)], m);
-    });
+    each([&](uint32_t, uint32_t, float logit) { gain(linear_bin(exponent(logit)), mass(logit, count)); });
     goal = cross(goal, relative, 0);
     uint32_t bin = sh.crossing;
     if (bin == kNone) return;
@@ -157,8 +186,8 @@ struct Draw {
     if (threadIdx.x == 0) sh.low = kNone, sh.high = 0;
     __syncthreads();
     uint32_t low = kNone, high = 0;
-    each([&](uint32_t, uint32_t key, double x) {
-      if (linear_bin(x) == bin) low = min(low, key), high = max(high, key);
+    each([&](uint32_t, uint32_t key, float logit) {
+      if (linear_bin(exponent(logit)) == bin) low = min(low, key), high = max(high, key);
     });
     low = __reduce_min_sync(~0u, low);
     high = __reduce_max_sync(~0u, high);
@@ -173,10 +202,8 @@ struct Draw {
     while (low < high) {
       int shift = max(0, 22 - __clz(high - low));
       clear();
-      each([&](uint32_t, uint32_t key, double x) {
-        if (key < low || key > high) return;
-        unsigned long long m = mass(x);
-        if (m) atomicAdd(&sh.bins[(high - key) >> shift], m);
+      each([&](uint32_t, uint32_t key, float logit) {
+        if (key >= low && key <= high) gain((high - key) >> shift, mass(logit, count));
       });
       cross(goal, false, above);
       if (sh.crossing == kNone) return;
@@ -190,17 +217,17 @@ struct Draw {
   // Where few tokens lie in the bin, the first block lists them and every block orders the list. False: there are too many.
   __device__ bool cut_few(uint32_t bin, double goal, unsigned long long above, bool count) {
     Shared* first = cluster.map_shared_rank(&sh, 0);
-    each([&](uint32_t id, uint32_t key, double x) {
-      if (linear_bin(x) != bin) return;
+    each([&](uint32_t id, uint32_t key, float logit) {
+      if (linear_bin(exponent(logit)) != bin) return;
       uint32_t at = atomicAdd(&first->listed, 1u);
       if (at < kFew) first->list[at] = uint64_t(key) << 32 | uint32_t(~id);
     });
     cluster.sync();
     uint32_t listed = first->listed;
-    unsigned long long own = 0, mass = 0;
+    unsigned long long own = 0, own_mass = 0;
     if (threadIdx.x < min(listed, kFew)) {
       own = first->list[threadIdx.x];
-      mass = count ? 1ull : whole(weight_of(exponent(value_of(uint32_t(own >> 32)))));
+      own_mass = mass(value_of(uint32_t(own >> 32)), count);
     }
     // Nobody reads the list any more.
     cluster.sync();
@@ -208,13 +235,13 @@ struct Draw {
     if (listed > kFew) return false;
     if (threadIdx.x < listed) {
       sh.list[threadIdx.x] = own;
-      sh.masses[threadIdx.x] = mass;
+      sh.masses[threadIdx.x] = own_mass;
     }
     __syncthreads();
     if (threadIdx.x < listed) {
       unsigned long long before = above;
       for (int i = 0; i < listed; ++i) before += sh.list[i] > own ? sh.masses[i] : 0;
-      if (mass && double(before + mass) >= goal && (before == above || double(before) < goal)) sh.cut = own;
+      if (own_mass && double(before + own_mass) >= goal && (before == above || double(before) < goal)) sh.cut = own;
     }
     __syncthreads();
     cut_key = sh.cut >> 32;
@@ -227,11 +254,11 @@ struct Draw {
     if (threadIdx.x == 0) sh.ties = 0, sh.cut_id = kNone;
     __syncthreads();
     uint32_t mine = 0;
-    each([&](uint32_t, uint32_t other, double) { mine += other == key; });
+    each([&](uint32_t, uint32_t other, float) { mine += other == key; });
     mine = __reduce_add_sync(~0u, mine);
     if (threadIdx.x % 32 == 0 && mine) atomicAdd(&sh.ties, mine);
     cluster.sync();
-    double unit = count ? 1.0 : double(whole(weight_of(exponent(value_of(key)))));
+    double unit = double(mass(value_of(key), count));
     double wanted = ceil((goal - double(above)) / unit);
     uint32_t left = wanted < 1.0 ? 1 : wanted < double(kNone) ? uint32_t(wanted) : kNone, before = 0, all = 0;
     for (int other = 0; other < kBlocks; ++other) {
@@ -264,7 +291,7 @@ struct Draw {
       for (int i = 0; i < 4; ++i) {
         if (at + i >= until) break;
         float value = logit(at + i, raw[i]);
-        if (key_of(value) == key && kept(key, at + i, exponent(value))) bits |= 1u << i;
+        if (key_of(value) == key && kept(key, at + i)) bits |= 1u << i;
       }
       uint32_t own = __popc(bits), upto = own;
       for (int step = 1; step < 32; step *= 2) {
@@ -297,8 +324,7 @@ struct Draw {
     for (int i = 0; i < 4; ++i) {
       if (at + i >= until) break;
       float value = logit(at + i, raw[i]);
-      double x = exponent(value);
-      if (kept(key_of(value), at + i, x)) out[i] = weight_of(x);
+      if (kept(key_of(value), at + i)) out[i] = weight(value);
     }
   }
 
@@ -414,11 +440,9 @@ extern "C" __global__ __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads
   load_rule(r, info, q, sh.rule);
   cg::cluster_group cluster = cg::this_cluster();
   int run = ((r.vocab + kBlocks - 1) / kBlocks + 3) / 4 * 4, from = min(run * int(cluster.block_rank()), r.vocab);
-  bool cuts = q.top_k > 0 || q.top_p < 1.0f || q.min_p > 0.0f;
-  // The best token's weight is 1, so min-p compares with it directly; a weight of zero is never drawn.
-  double least = fmin(fmax(double(q.min_p), 2.2250738585072014e-308), 1.0);
-  Draw draw{r,    sh,   cluster, logits + row * stride, stride % 4 == 0, sh.rule.any, from, min(from + run, r.vocab), double(pick.best),
-            1.0 / double(q.temperature), cuts ? log(least) : -CUDART_INF, 0, kNone};
+  double scale = 1.0 / double(q.temperature);
+  Draw draw{r, sh, cluster, logits + row * stride, stride % 4 == 0, sh.rule.any, from, min(from + run, r.vocab), pick.best, float(scale), scale};
+  if (q.min_p > 0.0f) draw.keep_from(fmin(double(q.min_p), 1.0));
   if (q.top_k > 0) draw.cut(double(q.top_k), false, true);
   if (q.top_p < 1.0f) draw.cut(double(q.top_p), true, false);
   draw.draw(uniform_of(q.seed, info.position), &r.picks[row].token);

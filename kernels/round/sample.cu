@@ -29,8 +29,9 @@ __device__ bool bad(float value) { return isnan(value) || value == CUDART_INF_F;
 
 }  // namespace
 
-// Grid: chunks of 4096 logits x rows.
-extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const float* logits, int64_t stride) {
+// Grid: runs of `loops` chunks of 4096 logits x rows.
+extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const float* logits, int64_t stride,
+                                                                          int loops) {
   __shared__ Rule rule;
   int row = blockIdx.y;
   const float* line = logits + row * stride;
@@ -38,10 +39,13 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const
   const RowInfo info = r.infos[row];
   if (row >= r.live->rows) return;
   const Request& q = r.requests[info.request];
-  float4 values[kLoads];
-  int base = blockIdx.x * kChunk + threadIdx.x * 4;
+  float4 values[kLoads], coming[kLoads];
+  int base = blockIdx.x * loops * kChunk + threadIdx.x * 4;
+  auto load = [&](float4 (&into)[kLoads]) {
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) values[i] = load_logits(line, base + i * kThreads * 4, r.vocab, aligned);
+    for (int i = 0; i < kLoads; ++i) into[i] = load_logits(line, base + i * kThreads * 4, r.vocab, aligned);
+  };
+  load(values);
   load_rule(r, info, q, rule);
   bool any = rule.any;
   Best best{key_of(-CUDART_INF_F), kNone, kNone, kNone};
@@ -56,13 +60,19 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const
     uint32_t key = key_of(value);
     if (key > best.key) best.key = key, best.id = id;
   };
+  for (int loop = 0; loop < loops; ++loop) {
+    int first = base;
+    base += kChunk;
+    if (loop + 1 < loops) load(coming);
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    int id = base + i * kThreads * 4;
-    look(values[i].x, id);
-    look(values[i].y, id + 1);
-    look(values[i].z, id + 2);
-    look(values[i].w, id + 3);
+    for (int i = 0; i < kLoads; ++i) {
+      int id = first + i * kThreads * 4;
+      look(values[i].x, id);
+      look(values[i].y, id + 1);
+      look(values[i].z, id + 2);
+      look(values[i].w, id + 3);
+      values[i] = coming[i];
+    }
   }
   best = reduce(best);
   ScanPart* parts = r.scans + size_t(row) * gridDim.x;

@@ -65,6 +65,7 @@ struct Live {
   uint32_t rows;
   uint32_t firsts[kMaxShares];
 };
+static_assert(sizeof(Live) == 516, "mirrored in Rust");
 
 // A live verify row.
 struct RowInfo {
@@ -73,6 +74,7 @@ struct RowInfo {
   uint32_t place;     // share << 8 | row of the tree
   uint32_t planned;   // its planned row
 };
+static_assert(sizeof(RowInfo) == 16, "mirrored in Rust");
 
 enum Fault : uint32_t { kFine = 0, kNotFinite = 1, kNothingAllowed = 2, kBiasOutside = 3 };
 
@@ -90,12 +92,15 @@ struct ScanPart {
   uint32_t key, id;       // best adjusted logit
   uint32_t raw, adjusted;  // lowest ids that are not finite
 };
+static_assert(sizeof(ScanPart) == 16, "mirrored in Rust");
 
 struct Walked {
   int32_t before;       // length before the walk
   uint32_t accepted;    // 0 = a fault
+  uint32_t kept;        // accepted rows that the drafter's context takes in
   uint8_t path[kMaxRows];
 };
+static_assert(sizeof(Walked) == 76, "mirrored in Rust");
 
 struct TopPart {
   double sum;

@@ -33,22 +33,41 @@ struct Threshold {
 // A threshold that between `least` and kCap of the entries reach; all of them where they are no more than kCap. Key 0 = no entry.
 template <int N, class IdOf>
 __device__ Threshold select(const uint32_t (&keys)[N], IdOf id_of, int least, Counter& counter) {
-  int turn = 0, mine = 0;
-  uint32_t low = kNone, high = 0;  // low: more than kCap reach it; high: fewer than `least`
-  for (int i = 0; i < N; ++i) {
-    mine += keys[i] != 0;
-    if (keys[i]) low = min(low, keys[i]);
-    high = max(high, keys[i]);
+  constexpr int kWarps = kThreads / 32;
+  __shared__ uint32_t floors[kWarps], ends[2];
+  int turn = 0, lane = threadIdx.x % 32;
+  uint32_t high = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) high = max(high, keys[i]);
+  // A good guess: of each warp's threads, the largest entries; of these the one that every warp has its share of `least` above.
+  int rank = 0;
+#pragma unroll
+  for (int step = 1; step < 32; ++step) {
+    uint32_t other = __shfl_xor_sync(~0u, high, step);
+    rank += other > high || (other == high && (lane ^ step) < lane);
   }
-  if (block_count(counter, turn, mine) <= kCap) return {1, kNone};
-  __shared__ uint32_t ends[2];
+  if (rank == (least + kWarps - 1) / kWarps - 1) floors[threadIdx.x / 32] = high;
   if (threadIdx.x == 0) ends[0] = kNone, ends[1] = 0;
   __syncthreads();
-  low = __reduce_min_sync(~0u, low);
+  uint32_t low = floors[0];
+  for (int i = 1; i < kWarps; ++i) low = min(low, floors[i]);
+  int reach = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) reach += keys[i] >= max(low, 1u);
+  // Without a share in some warp the floor is 1, which every entry reaches.
+  if (block_count(counter, turn, reach) <= kCap) return {max(low, 1u), kNone};
+
+  // More than kCap reach `low`; fewer than `least` reach `high`.
+  if (low == 0) {
+    low = kNone;
+#pragma unroll
+    for (int i = 0; i < N; ++i) low = min(low, keys[i] ? keys[i] : kNone);
+    atomicMin(&ends[0], __reduce_min_sync(~0u, low));
+  }
   high = __reduce_max_sync(~0u, high);
-  if (threadIdx.x % 32 == 0) atomicMin(&ends[0], low), atomicMax(&ends[1], high);
+  if (lane == 0) atomicMax(&ends[1], high);
   __syncthreads();
-  low = ends[0];
+  if (ends[0] != kNone) low = ends[0];
   high = ends[1] + 1;
   for (int step = 0; high - low > 1; ++step) {
     uint32_t middle = low + (high - low) / 2;
@@ -57,7 +76,8 @@ __device__ Threshold select(const uint32_t (&keys)[N], IdOf id_of, int least, Co
       uint32_t halved = key_of(0.5f * value_of(low) + 0.5f * value_of(high - 1));
       if (halved > low && halved < high) middle = halved;
     }
-    int reach = 0;
+    reach = 0;
+#pragma unroll
     for (int i = 0; i < N; ++i) reach += keys[i] >= middle;
     reach = block_count(counter, turn, reach);
     if (reach > kCap) low = middle;
@@ -68,7 +88,8 @@ __device__ Threshold select(const uint32_t (&keys)[N], IdOf id_of, int least, Co
   uint32_t below = 0, enough = 1u << 30;
   while (enough - below > 1) {
     uint32_t middle = below + (enough - below) / 2;
-    int reach = 0;
+    reach = 0;
+#pragma unroll
     for (int i = 0; i < N; ++i) reach += keys[i] > low || (keys[i] == low && id_of(i) < middle);
     if (block_count(counter, turn, reach) < least) below = middle; else enough = middle;
   }
@@ -96,7 +117,6 @@ struct Shared {
 struct Row {
   const float* logits;
   int best;        // k
-  bool ranked;
   uint32_t own;    // the token to rank
 };
 
@@ -107,9 +127,10 @@ struct Found {
 };
 
 // True in the block that ends last, with the best entries in sh.sorted (key << 32 | ~id, best first) and `found` filled in.
+template <bool kRanked>
 __device__ bool best_of(const Round& r, int item, const Row& row, bool aligned, Shared& sh, Found& found) {
   int chunks = gridDim.x, base = blockIdx.x * kChunk + threadIdx.x * 4, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float own = row.ranked ? (row.own < r.vocab ? row.logits[row.own] : -CUDART_INF_F) : 0.0f;
+  float own = kRanked ? (row.own < r.vocab ? row.logits[row.own] : -CUDART_INF_F) : 0.0f;
   uint32_t keys[kEach];
   float top = -CUDART_INF_F;
   bool bad = false;
@@ -126,7 +147,7 @@ __device__ bool best_of(const Round& r, int item, const Row& row, bool aligned, 
       keys[i * 4 + j] = id < r.vocab && !isnan(value) ? key_of(value) : 0;
       bad |= isnan(value) || value == CUDART_INF_F;
       top = fmaxf(top, value);
-      ahead += row.ranked && id < r.vocab && (value > own || (value == own && id < row.own));
+      if (kRanked) ahead += id < r.vocab && (value > own || (value == own && id < row.own));
     }
   }
   for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
@@ -155,7 +176,7 @@ __device__ bool best_of(const Round& r, int item, const Row& row, bool aligned, 
   }
   int turn = 0;
   __syncthreads();
-  ahead = block_count(sh.counter, turn, ahead);
+  if (kRanked) ahead = block_count(sh.counter, turn, ahead);
   TopPart* parts = r.top_parts + size_t(item) * chunks;
   if (threadIdx.x == 0) {
     sum = 0.0;
@@ -240,9 +261,9 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_marginals(Round r, 
   if (group >= r.plan->drafting) return;
   uint32_t share = r.plan->drafters[group];
   int k = r.plan->share[share].rows - 1;
-  Row row{logits + (int64_t(group) * r.block + slot + 1) * stride, k, false, 0};
+  Row row{logits + (int64_t(group) * r.block + slot + 1) * stride, k, 0};
   Found found;
-  if (!best_of(r, item, row, stride % 4 == 0, sh, found)) return;
+  if (!best_of<false>(r, item, row, stride % 4 == 0, sh, found)) return;
   if (threadIdx.x >= kMaxRows) return;
   size_t at = (size_t(share) * slots + slot) * kMaxRows + threadIdx.x;
   bool there = threadIdx.x < found.count;
@@ -258,9 +279,9 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_report(Round r, con
   const Request& q = r.requests[r.infos[item].request];
   const Pick pick = r.picks[item];
   if (q.reported < 0 || pick.fault != kFine) return;
-  Row row{logits + item * stride, min(q.reported, kMaxReported), true, pick.token};
+  Row row{logits + item * stride, min(q.reported, kMaxReported), pick.token};
   Found found;
-  if (best_of(r, item, row, stride % 4 == 0, sh, found)) put_report(sh, row, found, r.vocab, reports(r)[item]);
+  if (best_of<true>(r, item, row, stride % 4 == 0, sh, found)) put_report(sh, row, found, r.vocab, reports(r)[item]);
 }
 
 // Grid: chunks x rows. Only the work areas and the vocabulary of `r` are used.
@@ -268,7 +289,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_report_prompt(Round
                                                                            const uint32_t* next, int top, Report* out) {
   __shared__ Shared sh;
   int item = blockIdx.y;
-  Row row{logits + item * stride, top, true, next[item]};
+  Row row{logits + item * stride, top, next[item]};
   Found found;
-  if (best_of(r, item, row, stride % 4 == 0, sh, found)) put_report(sh, row, found, r.vocab, out[item]);
+  if (best_of<true>(r, item, row, stride % 4 == 0, sh, found)) put_report(sh, row, found, r.vocab, out[item]);
 }

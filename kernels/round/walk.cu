@@ -5,7 +5,7 @@
 namespace {
 
 // One warp walks one share: how far the target's own tokens lead (src/speculate/walk.rs).
-__device__ uint32_t walk(const Round& r, int index) {
+__device__ void walk(const Round& r, int index) {
   int lane = threadIdx.x % 32;
   const Share share = r.plan->share[index];
   const Tree& tree = r.trees[index];
@@ -74,21 +74,20 @@ __device__ uint32_t walk(const Round& r, int index) {
     if (fine) q.anchor = wanted;
     share_results(r)[index] = result;
   }
-  return q.drafts ? result.accepted : 0;
+  if (lane == 0) out.kept = q.drafts ? result.accepted : 0;
 }
 
 }  // namespace
 
-// One block of 1024. `bound` 0: no accepted rows are wanted (the first token after a prompt).
-extern "C" __global__ __launch_bounds__(1024) void round_walk(Round r, Rows out, int bound, int group_bound) {
+// One warp a share; the block that ends last describes the accepted rows. `bound` 0: none are wanted (the first token after a
+// prompt).
+extern "C" __global__ __launch_bounds__(128) void round_walk(Round r, Rows out, int bound, int group_bound) {
   __shared__ uint32_t counts[kMaxShares], firsts[kMaxShares + 1];
-  int shares = r.plan->shares;
-  for (int share = threadIdx.x / 32; share < shares; share += blockDim.x / 32) {
-    uint32_t count = walk(r, share);
-    if (threadIdx.x % 32 == 0) counts[share] = count;
-  }
+  int shares = r.plan->shares, share = blockIdx.x * 4 + threadIdx.x / 32;
+  if (share < shares) walk(r, share);
+  if (bound == 0 || !last_of_row(r.arrivals, 0, gridDim.x)) return;
+  if (threadIdx.x < shares) counts[threadIdx.x] = __ldcg(&r.walked[threadIdx.x].kept);
   __syncthreads();
-  if (bound == 0) return;
   if (threadIdx.x < 32) {
     uint32_t own[4], sum = 0;
     for (int i = 0; i < 4; ++i) {
@@ -110,14 +109,14 @@ extern "C" __global__ __launch_bounds__(1024) void round_walk(Round r, Rows out,
     int share = item / kMaxRows, j = item % kMaxRows;
     if (j >= counts[share]) continue;
     const Walked& walked = r.walked[share];
-    int row = firsts[share] + j, position = walked.before + j;
+    int row = firsts[share] + j, position = __ldcg(&walked.before) + j;
     const int32_t* table = r.tables + size_t(r.plan->share[share].request) * r.table_stride;
     out.tokens[row] = 0;
     out.positions[row] = position;
     out.slots[row] = position < r.table_stride ? table[position] : -1;
     out.groups[row] = share;
     out.ancestors[row] = 0;
-    out.sources[row] = r.live->firsts[share] + walked.path[j];
+    out.sources[row] = r.live->firsts[share] + __ldcg(&walked.path[j]);
   }
   for (int row = total + threadIdx.x; row < bound; row += blockDim.x) {
     out.tokens[row] = 0;
@@ -131,7 +130,7 @@ extern "C" __global__ __launch_bounds__(1024) void round_walk(Round r, Rows out,
     bool live = group < shares;
     out.firsts[group] = live ? firsts[group] : total;
     out.table_begins[group] = live ? r.plan->share[group].request * r.table_stride : 0;
-    out.prefixes[group] = live ? r.walked[group].before : 0;
+    out.prefixes[group] = live ? __ldcg(&r.walked[group].before) : 0;
   }
   if (threadIdx.x == 0) {
     out.counts[0] = total;

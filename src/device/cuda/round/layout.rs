@@ -69,7 +69,7 @@ pub const INFO_BYTES: usize = 16;
 pub const LIVE_BYTES: usize = 4 * (1 + MAX_SHARES);
 pub const PICK_BYTES: usize = 20;
 pub const SCAN_BYTES: usize = 16;
-pub const WALKED_BYTES: usize = 72;
+pub const WALKED_BYTES: usize = 76;
 pub const TOP_PART_BYTES: usize = 24;
 
 #[repr(C)]
@@ -157,6 +157,10 @@ mod tests {
             ("Share", 4 * SHARE_WORDS),
             ("Tree", size_of::<TreeData>()),
             ("Pick", PICK_BYTES),
+            ("Walked", WALKED_BYTES),
+            ("ScanPart", SCAN_BYTES),
+            ("RowInfo", INFO_BYTES),
+            ("Live", LIVE_BYTES),
             ("TopPart", TOP_PART_BYTES),
             ("ShareResult", size_of::<ShareResult>()),
             ("RowResult", size_of::<RowResult>()),

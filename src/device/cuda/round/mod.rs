@@ -11,13 +11,14 @@ mod requests;
 mod results;
 mod staging;
 
-use cudarc::driver::DevicePtr;
+use cudarc::driver::{CudaFunction, DevicePtr};
 
 use super::attention::CudaLatents;
 use super::buffers::{Argument, CudaAct};
 use super::device::CudaDevice;
 use super::rows::CudaRows;
 use crate::device::{DeviceError, Limits, Result, Share};
+use crate::speculate::budget::MAX_ROWS;
 
 pub use kernels::RoundKernels;
 
@@ -30,6 +31,12 @@ use staging::{Pinned, Staging};
 
 /// Vectors set aside for requests with biases or penalties.
 const READY_VECTORS: usize = 4;
+
+/// Blocks that keep a card busy with `round_scan`.
+const SCAN_BLOCKS: usize = 1056;
+
+/// Shares that one block of `round_walk` walks.
+const WALKERS: usize = 4;
 
 /// See the module.
 pub struct CudaRound {
@@ -121,7 +128,7 @@ impl CudaRound {
         // SAFETY: the parameters of `round_walk`, which writes no rows when the bound is 0.
         unsafe {
             let structs = [by_value(&self.memory.pointers), by_value(&nowhere)];
-            launch(&device.gpu, &device.rounds.walk, Grid::new(1, 1, 1024), &structs, &mut [0, 0])?;
+            launch(&device.gpu, &device.rounds.walk, Grid::new(1, 1, 128), &structs, &mut [0, 0])?;
         }
         Ok(())
     }
@@ -146,15 +153,14 @@ impl CudaRound {
         let drafting = self.planned.iter().filter(|planned| planned.share.rows > 1).count();
         self.sees(logits, drafting * self.limits.block)?;
         let grid = Grid::new(self.limits.vocab.div_ceil(TOP_CHUNK), items, 256);
-        self.over_logits(device, &device.rounds.marginals, grid, logits)
+        self.over_logits(device, &device.rounds.marginals, grid, logits, &[])
     }
 
     pub fn grow(&mut self, device: &CudaDevice) -> Result<()> {
         if self.sizes.groups == 0 {
             return Ok(());
         }
-        let slots = self.limits.block.max(1) - 1;
-        let grid = Grid { shared: (slots * 63 * 8) as u32, ..Grid::new(self.sizes.groups, 1, 32) };
+        let grid = Grid { shared: (self.limits.block.max(1) * MAX_ROWS * 8) as u32, ..Grid::new(self.sizes.groups, 1, 32) };
         // SAFETY: the parameter of `round_grow`, with room for the marginals of a full tree.
         unsafe { launch(&device.gpu, &device.rounds.grow, grid, &[by_value(&self.memory.pointers)], &mut [])? };
         Ok(())
@@ -177,12 +183,15 @@ impl CudaRound {
         }
         self.sees(logits, self.rows)?;
         let kernels = &device.rounds;
-        self.over_logits(device, &kernels.scan, Grid::new(vocab.div_ceil(SCAN_CHUNK), rows, 256), logits)?;
+        let chunks = vocab.div_ceil(SCAN_CHUNK);
+        // Few rows want many blocks; many rows want each block to live longer than it takes to start.
+        let loops = (rows * chunks / SCAN_BLOCKS).clamp(1, 8);
+        self.over_logits(device, &kernels.scan, Grid::new(chunks.div_ceil(loops), rows, 256), logits, &[(loops as i32).bits()])?;
         if self.sizes.draws {
-            self.over_logits(device, &kernels.draw, Grid::new(8, rows, 512), logits)?;
+            self.over_logits(device, &kernels.draw, Grid::new(8, rows, 512), logits, &[])?;
         }
         if self.sizes.reports {
-            self.over_logits(device, &kernels.report, Grid::new(vocab.div_ceil(TOP_CHUNK), rows, 256), logits)?;
+            self.over_logits(device, &kernels.report, Grid::new(vocab.div_ceil(TOP_CHUNK), rows, 256), logits, &[])?;
         }
         Ok(())
     }
@@ -206,17 +215,19 @@ impl CudaRound {
         // SAFETY: the parameters of `round_walk` and `round_move`; rows and latents hold what they are said to hold.
         unsafe {
             let structs = [pointers, by_value(&accepted.pointers(gpu))];
-            launch(gpu, &device.rounds.walk, Grid::new(1, 1, 1024), &structs, &mut values)?;
+            launch(gpu, &device.rounds.walk, Grid::new(sizes.groups.div_ceil(WALKERS), 1, 128), &structs, &mut values)?;
             launch(gpu, &device.rounds.shift, Grid::new(latents.layers, sizes.groups, 96), &[pointers], &mut moved)?;
         }
         Ok(())
     }
 
-    /// Enqueues a kernel whose parameters are the round and logits.
-    fn over_logits(&self, device: &CudaDevice, kernel: &cudarc::driver::CudaFunction, grid: Grid, logits: &CudaAct) -> Result<()> {
+    /// Enqueues a kernel whose parameters are the round, logits and `more`.
+    fn over_logits(&self, device: &CudaDevice, kernel: &CudaFunction, grid: Grid, logits: &CudaAct, more: &[u64]) -> Result<()> {
         let view = logits.view(&device.gpu);
+        let mut values = vec![view.at, view.stride as u64];
+        values.extend_from_slice(more);
         // SAFETY: the parameters of every kernel this is called with; live rows lie inside the logits.
-        unsafe { launch(&device.gpu, kernel, grid, &[by_value(&self.memory.pointers)], &mut [view.at, view.stride as u64])? };
+        unsafe { launch(&device.gpu, kernel, grid, &[by_value(&self.memory.pointers)], &mut values)? };
         Ok(())
     }
 
