@@ -2,6 +2,7 @@
 //! In three steps, so that a bench can time the experts alone.
 
 use cudarc::driver::sys::CUdeviceptr;
+use half::bf16;
 
 use super::super::buffers::{CudaAct, View};
 use super::super::device::CudaDevice;
@@ -15,6 +16,8 @@ use crate::device::{Moe, Result};
 pub struct Routed {
     list: WorkList,
     shared: View,
+    /// The input as bf16 rows.
+    rounded: CUdeviceptr,
 }
 
 impl CudaDevice {
@@ -30,7 +33,7 @@ impl CudaDevice {
             return Ok(());
         }
         let routed = self.moe_route(weights, h, rows, layer)?;
-        let outer = self.moe_experts(weights, &routed, h, rows)?;
+        let outer = self.moe_experts(weights, &routed)?;
         self.moe_sum(weights, &routed, outer, rows, out)
     }
 
@@ -39,14 +42,15 @@ impl CudaDevice {
         let (bound, experts) = (rows.bound, weights.router.n);
         let gates = self.scratch.borrow_mut().get(&self.gpu, Use::Gates, bound * experts * size_of::<f32>())?;
         let router = Part { weights: &weights.router, out: View { at: gates, stride: experts }, mode: Mode::Precise };
-        let shared = self.gated(h.view(&self.gpu), &weights.shared.gate_up, Some(router), bound)?;
+        let rounded = self.scratch.borrow_mut().get(&self.gpu, Use::Rounded, bound * h.width * size_of::<bf16>())?;
+        let shared = self.gated(h.view(&self.gpu), &weights.shared.gate_up, Some((router, rounded)), bound)?;
         let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer };
-        Ok(Routed { list: self.route(&router, rows)?, shared })
+        Ok(Routed { list: self.route(&router, rows)?, shared, rounded })
     }
 
     /// The routed experts' outputs, one row per choice, unweighted; returns where they lie in scratch.
-    pub fn moe_experts(&self, weights: &Moe<Self>, routed: &Routed, h: &CudaAct, rows: &CudaRows) -> Result<CUdeviceptr> {
-        let inner = self.experts_up(&weights.experts, h.view(&self.gpu), &routed.list, rows.bound, weights.top_k)?;
+    pub fn moe_experts(&self, weights: &Moe<Self>, routed: &Routed) -> Result<CUdeviceptr> {
+        let inner = self.experts_up(&weights.experts, routed.rounded, &routed.list, weights.top_k)?;
         self.experts_down(&weights.experts, inner, &routed.list)
     }
 
