@@ -120,7 +120,7 @@ template <int NT> __device__ __forceinline__ void dense(const Dense& p) {
         sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
       }
   }
-  if (warp < NT) store(job, sum, tile, first_row + warp * 8, p.rows, lane);
+  if (warp < NT) store(p, job, sum, tile, first_row + warp * 8, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) dense_8(const __grid_constant__ Dense p) { dense<1>(p); }

@@ -6,7 +6,8 @@
 // entries, and k is cut by the matrix alone: a row's bits do not depend on who else chose its experts.
 #include "routing.cuh"
 
-constexpr int WARPS = 8, DEPTH = 6, UNITS = STEP / UNIT;
+// Slots of a warp's ring. The first product keeps more of shared memory for L1, where its activations stay.
+constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6;
 
 // Mirrored in src/device/cuda/products/experts.rs.
 struct GateUp {
@@ -33,29 +34,30 @@ struct Down {
 };
 static_assert(sizeof(GateUp) == 56 && sizeof(Down) == 48, "mirrored in Rust");
 
-// Items `first` .. `end` of a stretch, tile after tile, entry after entry; `steps` steps of each, read in the background.
-struct Stream {
+// The tiles of a stretch of (entry, tile) items, `STRIDE` items apart; `steps` steps of each, read in the background.
+template <int STRIDE> struct Stream {
   const uint8_t* weights;
-  const Entry* entries;
-  int64_t tile_bytes;
-  int tiles, item, end, steps, step;
+  const Entry* entry;  // of the next item
   const uint8_t* at;
-  __device__ __forceinline__ Stream(const uint8_t* weights, const Lists& lists, int64_t tile_bytes, int tiles, int item, int end, int steps)
-      : weights(weights), entries(lists.entry), tile_bytes(tile_bytes), tiles(tiles), item(item), end(steps > 0 ? end : item), steps(steps), step(0) {
-    open();
+  int64_t tile_bytes;
+  int tiles, tile, left, steps, step;
+  __device__ __forceinline__ Stream(const uint8_t* weights, const Lists& lists, int64_t tile_bytes, uint32_t tiles, uint32_t first, int items, int steps)
+      : weights(weights), entry(lists.entry + first / tiles), tile_bytes(tile_bytes), tiles(tiles), tile(first % tiles), left(items), steps(steps), step(0) {
+    if (left > 0) open();
   }
-  __device__ __forceinline__ void open() {
-    if (item < end) at = weights + (static_cast<int64_t>(entries[item / tiles].expert) * tiles + item % tiles) * tile_bytes;
-  }
+  __device__ __forceinline__ void open() { at = weights + (static_cast<int64_t>(entry->expert) * tiles + tile) * tile_bytes; }
   // Enqueues the next step into `slot`, if there is one; always ends a group.
   __device__ __forceinline__ void next(uint32_t slot, int lane) {
-    if (item < end) {
+    if (left > 0) {
       copy_step(slot, at, lane);
       at += STEP_BYTES;
       if (++step == steps) {
-        step = 0, ++item;
-        if (item % tiles) at += tile_bytes - static_cast<int64_t>(steps) * STEP_BYTES;
-        else open();
+        step = 0, tile += STRIDE, --left;
+        at += STRIDE * tile_bytes - static_cast<int64_t>(steps) * STEP_BYTES;
+        if (tile >= tiles && left > 0) {
+          while (tile >= tiles) tile -= tiles, ++entry;
+          open();
+        }
       }
     }
     copies_end_group();
@@ -65,6 +67,16 @@ struct Stream {
 // A lane's words of the activations of up to NT x 8 rows.
 template <int NT> struct Rows {
   const uint16_t* at[NT];  // null: no row
+  // Brings `lines` lines of 128 bytes from column `k_at` on into L1, all at once.
+  __device__ __forceinline__ void touch(int k_at, int lines, int t) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+      if (at[nt])
+        for (int i = t; i < lines; i += 4) {
+          uint32_t unused;
+          asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(at[nt] - t * 8 + k_at + i * 64) : "memory");
+        }
+  }
   // Those of the step at column `k_at`; zeros beyond k: weights are zero there, and a NaN would get through.
   __device__ __forceinline__ void load(uint4 (&x)[NT][UNITS], int k_at, int k) const {
 #pragma unroll
@@ -92,17 +104,18 @@ template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
   extern __shared__ uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
-  const uint32_t ring = smem_addr(shared) + warp * DEPTH * STEP_BYTES;
+  const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
   wait_for_predecessor();
   let_successor_start();
   const Lists lists(p.list, p.places);
   const uint32_t items = *lists.entries * p.tiles;
   const int first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
-  Stream stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first, end, count);
+  Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first,
+                   count > 0 ? end - first : 0, count);
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
+  for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
 
-  float4* sums = reinterpret_cast<float4*>(shared + WARPS * DEPTH * STEP_BYTES);
+  float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
   Rows<NT> rows;
   Entry entry;
   int slot = 0, tile = first % p.tiles, at_entry = first / p.tiles;
@@ -115,16 +128,17 @@ template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
         const int at = nt * 8 + g;
         rows.at[nt] = at < entry.count ? p.x + static_cast<int64_t>(lists.order[entry.first + at] / p.top_k) * p.k + t * 8 : nullptr;
       }
+      rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
       if (AHEAD) rows.load(x, begin * STEP, p.k);
     }
     float d[NT][4] = {};
     for (int step = 0; step < count; ++step) {
-      copies_wait<DEPTH - 2>();
+      copies_wait<UP_DEPTH - 2>();
       __syncwarp();
       const Step s = read_step(ring + slot * STEP_BYTES, lane);
       // The slot read in the round before is free.
-      stream.next(ring + (slot ? slot - 1 : DEPTH - 1) * STEP_BYTES, lane);
-      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+      stream.next(ring + (slot ? slot - 1 : UP_DEPTH - 1) * STEP_BYTES, lane);
+      slot = slot + 1 == UP_DEPTH ? 0 : slot + 1;
       if (AHEAD) {
         uint4 next[NT][UNITS];
         rows.load(next, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k);
@@ -166,21 +180,23 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const Lists lists(p.list, p.places);
   // The list and the weights were ready before the predecessor (the first product) began: start reading at once.
-  const uint32_t items = *lists.entries * p.tiles, workers = gridDim.x * WARPS, worker = blockIdx.x * WARPS + warp;
-  const int first = items * worker / workers, end = items * (worker + 1) / workers;
-  const uint32_t ring = smem_addr(shared) + warp * DEPTH * STEP_BYTES;
-  Stream stream(p.weights, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first, end, p.steps);
+  const uint32_t items = *lists.entries * p.tiles;
+  const int first = items * blockIdx.x / gridDim.x + warp, end = items * (blockIdx.x + 1) / gridDim.x;
+  const uint32_t ring = smem_addr(shared) + warp * DOWN_DEPTH * STEP_BYTES;
+  Stream<WARPS> stream(p.weights, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first, (end - first + WARPS - 1) / WARPS, p.steps);
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
+  for (int i = 0; i < DOWN_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
   wait_for_predecessor();
   let_successor_start();
 
   Rows<NT> rows;
   float* to[NT][2];  // null: no row
-  int slot = 0, tile = first % p.tiles, at_entry = first / p.tiles;
-  for (int item = first; item < end; ++item) {
-    if (item == first || tile == 0) {
-      const Entry entry = lists.entry[at_entry++];
+  int slot = 0, tile = static_cast<uint32_t>(first) % p.tiles, at_entry = static_cast<uint32_t>(first) / p.tiles;
+  bool turn = true;  // to another entry
+  for (int item = first; item < end; item += WARPS) {
+    if (turn) {
+      turn = false;
+      const Entry entry = lists.entry[at_entry];
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
         const int at = nt * 8 + g;
@@ -196,11 +212,11 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
     for (int step = 0; step < p.steps; ++step) {
       uint4 x[NT][UNITS];
       rows.load(x, step * STEP, p.k);
-      copies_wait<DEPTH - 2>();
+      copies_wait<DOWN_DEPTH - 2>();
       __syncwarp();
       const Step s = read_step(ring + slot * STEP_BYTES, lane);
-      stream.next(ring + (slot ? slot - 1 : DEPTH - 1) * STEP_BYTES, lane);
-      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+      stream.next(ring + (slot ? slot - 1 : DOWN_DEPTH - 1) * STEP_BYTES, lane);
+      slot = slot + 1 == DOWN_DEPTH ? 0 : slot + 1;
       step_product<NT>(d, s, x);
     }
 #pragma unroll
@@ -208,7 +224,8 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         if (to[nt][c]) to[nt][c][tile * 16] = d[nt][c], to[nt][c][tile * 16 + 8] = d[nt][2 + c];
-    if (++tile == p.tiles) tile = 0;
+    tile += WARPS;
+    while (tile >= p.tiles) tile -= p.tiles, ++at_entry, turn = true;
   }
 }
 
@@ -218,25 +235,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) gate_up_32(const __grid_con
 extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_16(const __grid_constant__ Down p) { down<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_32(const __grid_constant__ Down p) { down<4>(p); }
-
-// out[row] += sum over choices, in their order, of weight times the expert's output; `out` holds the shared expert's.
-extern "C" __global__ void __launch_bounds__(256) combine(const float* outer, void* list, int places, const uint32_t* counts, int top_k, int hidden, float* out, int64_t stride) {
-  wait_for_predecessor();
-  let_successor_start();
-  const int row = blockIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= hidden / 4 || row >= counts[0]) return;
-  const Lists lists(list, places);
-  float4* to = reinterpret_cast<float4*>(out + row * stride) + c;
-  float4 sum = *to;
-  for (int i = 0; i < top_k; ++i) {
-    const int64_t place = static_cast<int64_t>(row) * top_k + i;
-    if (lists.ids[place] < 0) continue;
-    const float w = lists.weights[place];
-    const float4 y = reinterpret_cast<const float4*>(outer + place * hidden)[c];
-    sum.x += w * y.x, sum.y += w * y.y, sum.z += w * y.z, sum.w += w * y.w;
-  }
-  *to = sum;
-}
 
 // Packed rows of a checkpoint (two elements a byte, low nibble first) and their scales into tiles. Row r of tile i is `row_of`
 // below: gate and up are interleaved 8 by 8 (pair != null), or rows are taken as they come. One thread a step's lane.

@@ -71,6 +71,13 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
     lists.ids[row * p.top_k + lane] = id;
     lists.weights[row * p.top_k + lane] = chosen / sum * p.scaling;
   }
+  if (p.rows > 1) return;
+  // A row alone: its choices by ascending id are the list.
+  int before = 0;
+  for (int i = 0; i < p.top_k; ++i) before += static_cast<uint32_t>(__shfl_sync(~0u, id, i)) < static_cast<uint32_t>(id);
+  if (lane < p.top_k && id >= 0) lists.order[before] = lane, lists.entry[before] = {id, before, 1, 0};
+  const int chosen_ones = __popc(__ballot_sync(~0u, lane < p.top_k && id >= 0));
+  if (lane == 0) *lists.entries = chosen_ones;
 }
 
 // Up to 64 places (8 rows): a thread a place, each finds its position by looking at all. An expert has one row at most from each
@@ -169,6 +176,10 @@ extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_con
   let_successor_start();
   const Lists lists(p.list, p.places);
   if (blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x);
+  if (p.rows == 1) {
+    if (threadIdx.x == 0 && p.counts[0] == 0) *lists.entries = 0;
+    return;
+  }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) turn = gridDim.x > 1 ? atomicAdd(p.arrived, 1) : 0;

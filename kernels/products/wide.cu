@@ -92,5 +92,5 @@ extern "C" __global__ void __launch_bounds__(256, 1) dense_wide(const __grid_con
   }
   if (live)
 #pragma unroll
-    for (int nt = 0; nt < ROW_TILES; ++nt) store(job, total[nt], tile, first_row + (wn * ROW_TILES + nt) * 8, p.rows, lane);
+    for (int nt = 0; nt < ROW_TILES; ++nt) store(p, job, total[nt], tile, first_row + (wn * ROW_TILES + nt) * 8, lane);
 }

@@ -4,11 +4,10 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaSlice, DevicePtr};
 use half::bf16;
 
-use super::super::buffers::{Argument, CudaAct};
+use super::super::buffers::Argument;
 use super::super::device::CudaDevice;
 use super::super::error::{CudaError, During};
 use super::super::gpu::Gpu;
-use super::super::rows::CudaRows;
 use super::super::scratch::Use;
 use super::routing::WorkList;
 use super::{Products, enqueue_struct, enqueue_values, int};
@@ -22,8 +21,9 @@ const STEP_BYTES: usize = 1152;
 const GROUP: usize = 32;
 /// Warps of a block, each with its slice of k.
 const WARPS: usize = 8;
-/// Bytes of the weight rings of one block.
-const RINGS: usize = WARPS * 6 * STEP_BYTES;
+/// Bytes of the weight rings of one block, first and second product.
+const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
+const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
 
 /// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
 pub struct CudaExperts {
@@ -196,7 +196,7 @@ impl CudaDevice {
             top_k: int(top_k),
         };
         let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles) as u32);
-        let shared = RINGS + 2 * WARPS * (list.rows_per_entry / 8) * 512;
+        let shared = UP_RINGS + 2 * WARPS * (list.rows_per_entry / 8) * 512;
         let kernel = &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3];
         // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every place the list can have.
         unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, 1, &mut parameters)? };
@@ -222,27 +222,8 @@ impl CudaDevice {
         let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles).div_ceil(WARPS) as u32);
         let kernel = &self.products.down[list.rows_per_entry.ilog2() as usize - 3];
         // SAFETY: `Down` mirrors the kernel's struct; scratch has room for every place.
-        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, RINGS, 1, &mut parameters)? };
+        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, DOWN_RINGS, 1, &mut parameters)? };
         Ok(outer)
-    }
-
-    /// Adds the weighted outputs of each row, in the order of its choice, to `out`.
-    pub(super) fn combine(&self, outer: CUdeviceptr, list: &WorkList, rows: &CudaRows, top_k: usize, out: &CudaAct) -> Result<()> {
-        let to = out.view(&self.gpu);
-        let mut values = [
-            outer.bits(),
-            list.at.bits(),
-            int(list.places).bits(),
-            rows.counts.device_ptr(&self.gpu.stream).0.bits(),
-            int(top_k).bits(),
-            int(out.width).bits(),
-            to.at.bits(),
-            (to.stride as u64).bits(),
-        ];
-        let grid = ((out.width / 4).div_ceil(256) as u32, rows.bound as u32, 1);
-        // SAFETY: the parameters of combine.
-        unsafe { enqueue_values(&self.gpu, &self.products.combine, grid, 256, &mut values)? };
-        Ok(())
     }
 }
 

@@ -17,6 +17,20 @@ pub(super) enum Mode {
     SwiGlu = 1,
     /// Activations in two bf16 terms: sums almost as good as f32 (router).
     Precise = 2,
+    /// On top of the sum, in the order of a row's choices, weight times each expert's output.
+    Combine = 3,
+}
+
+/// What else a launch reads or writes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct With {
+    /// Where the activations go as bf16 `[rows, k]`, or 0.
+    pub rounded: CUdeviceptr,
+    /// `Mode::Combine`: the work list, its room, choices of a row, and the experts' outputs `[places, n]`.
+    pub list: CUdeviceptr,
+    pub places: usize,
+    pub top_k: usize,
+    pub outer: CUdeviceptr,
 }
 
 /// One matrix of a launch and where its product goes.
@@ -51,7 +65,10 @@ struct Dense {
     slice: i32,
     groups: i32,
     jobs: i32,
-    unused: i32,
+    places: i32,
+    list: CUdeviceptr,
+    outer: CUdeviceptr,
+    top_k: i64,
     job: [Job; 2],
 }
 
@@ -79,16 +96,16 @@ fn cut(tiles: usize, units: usize) -> (usize, usize) {
 impl CudaDevice {
     /// `out[row] = x[row] W^T` for every row of the bound. Used by all other operations.
     pub(in crate::device::cuda) fn product(&self, x: View, weight: &CudaMatrix, rows: &CudaRows, out: View) -> Result<()> {
-        self.products_of(x, &[Part { weights: weight, out, mode: Mode::Store }], rows.bound, 0)
+        self.products_of(x, &[Part { weights: weight, out, mode: Mode::Store }], rows.bound, &With::default())
     }
 
     /// Two products with the same activations in one launch: faster than one after the other.
     pub fn product_pair(&self, x: View, parts: [(&CudaMatrix, View); 2], rows: &CudaRows) -> Result<()> {
-        self.products_of(x, &parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store }), rows.bound, 0)
+        self.products_of(x, &parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store }), rows.bound, &With::default())
     }
 
-    /// The products of one or two matrices with the same activations; with `rounded` these also go there as bf16 `[rows, k]`.
-    pub(super) fn products_of(&self, x: View, parts: &[Part<'_>], rows: usize, rounded: CUdeviceptr) -> Result<()> {
+    /// The products of one or two matrices with the same activations.
+    pub(super) fn products_of(&self, x: View, parts: &[Part<'_>], rows: usize, with: &With) -> Result<()> {
         if rows == 0 {
             return Ok(());
         }
@@ -117,13 +134,16 @@ impl CudaDevice {
         let mut dense = Dense {
             x: x.at,
             x_stride: x.stride as i64,
-            rounded,
+            rounded: with.rounded,
             rows: int(rows),
             units: int(units),
             slice: int(slice),
             groups: int(groups),
             jobs: int(parts.len()),
-            unused: 0,
+            places: int(with.places),
+            list: with.list,
+            outer: with.outer,
+            top_k: with.top_k as i64,
             job: jobs,
         };
         if rows >= WIDE_ROWS {
@@ -152,8 +172,8 @@ impl CudaDevice {
         let out = View { at, stride: inner };
         let gated = Part { weights: gate_up, out, mode: Mode::SwiGlu };
         match beside {
-            Some((part, rounded)) => self.products_of(x, &[part, gated], rows, rounded)?,
-            None => self.products_of(x, &[gated], rows, 0)?,
+            Some((part, rounded)) => self.products_of(x, &[part, gated], rows, &With { rounded, ..With::default() })?,
+            None => self.products_of(x, &[gated], rows, &With::default())?,
         }
         Ok(out)
     }
@@ -188,6 +208,6 @@ mod tests {
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 128));
+        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 152));
     }
 }

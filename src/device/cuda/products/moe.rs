@@ -8,7 +8,7 @@ use super::super::buffers::{CudaAct, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::linear::{Mode, Part};
+use super::linear::{Mode, Part, With};
 use super::routing::{Router, WorkList};
 use crate::device::{Moe, Result};
 
@@ -56,7 +56,9 @@ impl CudaDevice {
 
     /// The shared expert's output and on top, in the order of the choices, the weighted routed ones.
     pub fn moe_sum(&self, weights: &Moe<Self>, routed: &Routed, outer: CUdeviceptr, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        self.product(routed.shared, &weights.shared.down, rows, out.view(&self.gpu))?;
-        self.combine(outer, &routed.list, rows, weights.top_k, out)
+        let list = routed.list;
+        let with = With { list: list.at, places: list.places, top_k: weights.top_k, outer, ..With::default() };
+        let part = Part { weights: &weights.shared.down, out: out.view(&self.gpu), mode: Mode::Combine };
+        self.products_of(routed.shared, &[part], rows.bound, &with)
     }
 }
