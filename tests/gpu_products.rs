@@ -332,7 +332,7 @@ fn mlp_equals_the_cpu() {
             let mut want = CpuAct { data: vec![0.0; rows.len() * hidden], width: hidden };
             cpu().mlp(&on_cpu, &CpuAct { data: pick(&x, hidden, &rows), width: hidden }, &cpu_rows(rows.len()), &mut want).unwrap();
             let worst = difference(&pick(&device.read(&out, count).unwrap(), hidden, &rows), &want.data);
-            assert!(worst < 8e-3, "{inner} x {hidden}, {count} rows: {worst:e}");
+            assert!(worst < 1.5e-2, "{inner} x {hidden}, {count} rows: {worst:e}");
         }
     }
 }
@@ -366,7 +366,7 @@ fn check_layer(device: &CudaDevice, layer: &Layer, x: &[f32], live: usize, bound
             assert!((a - b).abs() < 1e-5 * b.abs(), "row {row}: weight {a} and {b}");
         }
         let worst = difference(&found[row * hidden..(row + 1) * hidden], &want.data[i * hidden..(i + 1) * hidden]);
-        assert!(worst < 8e-3, "{live} of {bound} rows, row {row}: {worst:e}");
+        assert!(worst < 1.5e-2, "{live} of {bound} rows, row {row}: {worst:e}");
     }
     found
 }
@@ -575,10 +575,10 @@ fn times_of_experts_at_the_shapes_of_one_of_eight_ranks() {
         // The list of the layer routed last serves every call: the same number of experts, other weights.
         let routed = device.moe_route(of(0), &h, &at, 0).unwrap();
         let us = time(&device, calls, |i| {
-            device.moe_experts(of(i), &routed, &h, &at).unwrap();
+            device.moe_experts(of(i), &routed).unwrap();
         });
         line("  experts", rows, us, bytes);
-        let outer = device.moe_experts(of(0), &routed, &h, &at).unwrap();
+        let outer = device.moe_experts(of(0), &routed).unwrap();
         let us = time(&device, calls, |i| device.moe_sum(of(i), &routed, outer, &at, &mut out.borrow_mut()).unwrap());
         line("  shared down and sum", rows, us, 2 * inner * hidden);
     }

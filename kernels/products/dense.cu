@@ -1,159 +1,128 @@
-// Dense products out[row][n] = sum_k x[row][k] W[n][k]: bf16 weights, f32 activations rounded to bf16 on the way in, f32 sums.
+// Dense products out[row][n] = sum_k x[row][k] W[n][k] for few rows: bf16 weights, f32 activations rounded to bf16 on the way in.
 //
-// A block of 8 warps works on 4 tiles of 16 weight rows and one stretch of k: warp w has tile w % 4 and half w / 4 of the stretch.
-// Activations of the stretch lie in shared memory for all 4 tiles; weights stream from memory into registers, DEPTH units ahead.
-// Where a matrix is cut along k into several stretches, blocks leave partial sums and the last one to arrive adds them in order
-// of k. Which k are summed in which order depends on the matrix alone: a row has the same bits among 1 or 512 rows.
-#include "fragments.cuh"
+// A block works on one tile of 16 weight rows; its eight warps have one slice of k each, and where a matrix has too few tiles for
+// the card the blocks of a cluster share a tile, one group of slices each. Weights stream through a ring in shared memory; the first
+// ones are on their way before the predecessor's results are waited for. Activations come from L2, one unit ahead.
+#include "dense.cuh"
 
-constexpr int TILES = 4, HALVES = 2, WARPS = TILES * HALVES, DEPTH = 4;
+constexpr int DEPTH = 8, UNIT_BYTES = 1024;
 
-enum Mode : int { STORE = 0, SWIGLU = 1, PRECISE = 2 };
-
-// One matrix of a launch. Mirrored in src/device/cuda/products/linear.rs.
-struct Job {
-  const uint8_t* weights;
-  float* out;
-  int64_t out_stride;
-  int n;            // rows of the matrix
-  int mode;
-  int first_group;  // its first group of 4 tiles in the launch
-  int tiles;        // tiles of 16 rows (SWIGLU: 8 gate rows and their 8 up rows)
-};
-struct Dense {
-  const float* x;
-  int64_t x_stride;
-  float* partial;
-  uint32_t* arrived;
-  int rows;
-  int units;         // k / 32
-  int slice;         // units of one warp
-  int piece;         // units of a slice that lie in shared memory at a time, a multiple of DEPTH
-  int terms;         // 2: activations as the sum of two bf16 (PRECISE)
-  int jobs;
-  Job job[2];
-};
-static_assert(sizeof(Job) == 40 && sizeof(Dense) == 136, "mirrored in Rust");
-
-__device__ __forceinline__ void store(const Job& job, const float (&d)[4], int tile, int row, int rows, int lane) {
-  const int g = lane >> 2;
-  row += 2 * (lane & 3);
-  if (job.mode == SWIGLU) {
-    float* out = job.out + row * job.out_stride + tile * 8 + g;
-    if (row < rows) out[0] = swiglu(d[0], d[2]);
-    if (row + 1 < rows) out[job.out_stride] = swiglu(d[1], d[3]);
-    return;
-  }
-  const int n = tile * 16 + g;
-  float* out = job.out + row * job.out_stride + n;
-  if (row < rows) {
-    if (n < job.n) out[0] = d[0];
-    if (n + 8 < job.n) out[8] = d[2];
-  }
-  if (row + 1 < rows) {
-    if (n < job.n) out[job.out_stride] = d[1];
-    if (n + 8 < job.n) out[job.out_stride + 8] = d[3];
-  }
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// A word of this block's shared memory as block 0 of the cluster has it.
+__device__ __forceinline__ void store_in_first(uint32_t at, float4 v) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(at));
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// grid (chunks of 8 NT rows, groups of 4 tiles, stretches of k)
+// grid (cluster, chunks of 8 NT rows, tiles)
 template <int NT> __device__ __forceinline__ void dense(const Dense& p) {
-  extern __shared__ uint4 xs[];  // [terms][half][piece][NT][32]
-  __shared__ uint32_t turn;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp % TILES, wk = warp / TILES;
-  const int first_row = blockIdx.x * 8 * NT, group = blockIdx.y, stretch = blockIdx.z, stretches = gridDim.z;
-  const Job& job = p.job[p.jobs > 1 && group >= p.job[1].first_group];
-  const int tile = (group - job.first_group) * TILES + wm;
-  const int begin = (stretch * HALVES + wk) * p.slice, count = max(0, min(p.slice, p.units - begin));
-  const bool works = tile < job.tiles && count > 0;
-  const int pairs = (job.n + 15) / 16;
-  const int low_half = job.mode == SWIGLU ? tile : 2 * tile, high_half = job.mode == SWIGLU ? pairs + tile : 2 * tile + 1;
-  const uint8_t* low_at = job.weights + ((static_cast<int64_t>(low_half) * p.units + begin) * 32 + lane) * 16;
-  const uint8_t* high_at = job.weights + ((static_cast<int64_t>(high_half) * p.units + begin) * 32 + lane) * 16;
-  uint4 low[DEPTH], high[DEPTH];
+  extern __shared__ uint8_t shared[];  // the warps' rings, then sums [warp][NT][32], then other blocks' sums [cluster - 1][NT][32]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
+  const int first_row = blockIdx.y * 8 * NT;
+  const Job& job = p.job[p.jobs > 1 && static_cast<int>(blockIdx.z) >= p.job[1].first_tile];
+  const int tile = blockIdx.z - job.first_tile;
+  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
+  const uint8_t* low_at = half_tile(job, low_half(job, tile), p.units, lane) + begin * 512;
+  const uint8_t* high_at = half_tile(job, high_half(job, tile), p.units, lane) + begin * 512;
+  const uint32_t ring = smem_addr(shared) + warp * DEPTH * UNIT_BYTES + lane * 16;
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i)
-    if (works && i < count) low[i] = load_weights(low_at + i * 512), high[i] = load_weights(high_at + i * 512);
+  for (int i = 0; i < DEPTH; ++i) {
+    if (i < count) copy16(ring + i * UNIT_BYTES, low_at + i * 512), copy16(ring + i * UNIT_BYTES + 512, high_at + i * 512);
+    copies_end_group();
+  }
+  if (cluster > 1) cluster_arrive();
   wait_for_predecessor();
   let_successor_start();
 
-  float d[NT][4] = {};
-  const int per_half = p.piece * NT * 32;
-  for (int base = 0; base < p.slice; base += DEPTH) {
-    if (base % p.piece == 0) {
-      if (base) __syncthreads();
-      const int here = min(p.piece, p.slice - base);
-      for (int i = threadIdx.x; i < HALVES * here * NT * 32; i += WARPS * 32) {
-        const int half = i / (here * NT * 32), rest = i % (here * NT * 32), unit = rest / (NT * 32), at = rest % (NT * 32);
-        const int row = first_row + at / 4, from = (stretch * HALVES + half) * p.slice + base + unit;
-        if (row >= p.rows || from >= p.units) continue;
-        float x[8];
-        load8(x, p.x + row * p.x_stride + from * UNIT + (at & 3) * 8);
-        const uint4 rounded = round8(x);
-        xs[half * per_half + unit * NT * 32 + at] = rounded;
-        if (p.terms == 2) xs[(HALVES + half) * per_half + unit * NT * 32 + at] = rest8(x, rounded);
-      }
-      __syncthreads();
-    }
-    const uint4* at = xs + wk * per_half + (base % p.piece) * NT * 32 + lane;
+  const float* x_at[NT];
+  bool has[NT];
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      const int unit = base + i;
-      if (!works || unit >= count) break;
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low[i], high[i], at[(i * NT + nt) * 32]);
-      if (job.mode == PRECISE)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low[i], high[i], at[HALVES * per_half + (i * NT + nt) * 32]);
-      if (unit + DEPTH < count) {
-        low[i] = load_weights(low_at + (unit + DEPTH) * 512);
-        high[i] = load_weights(high_at + (unit + DEPTH) * 512);
-      }
-    }
+  for (int nt = 0; nt < NT; ++nt) {
+    const int row = first_row + nt * 8 + g;
+    has[nt] = row < p.rows;
+    x_at[nt] = p.x + (has[nt] ? row : 0) * p.x_stride + begin * UNIT + t * 8;
   }
-
-  // The two halves of the stretch, in order.
-  __syncthreads();
-  float4* sums = reinterpret_cast<float4*>(xs);
-  if (wk == 1)
+  // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
+  constexpr int AHEAD = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+  float d[NT][4] = {};
+  float next[AHEAD][NT][8] = {};
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) sums[(nt * TILES + wm) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
-  __syncthreads();
-  const bool live = tile < job.tiles;
-  if (wk == 0)
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const float4 other = sums[(nt * TILES + wm) * 32 + lane];
-      d[nt][0] += other.x, d[nt][1] += other.y, d[nt][2] += other.z, d[nt][3] += other.w;
-      if (stretches == 1 && live) store(job, d[nt], tile, first_row + nt * 8, p.rows, lane);
-    }
-  if (stretches == 1) return;
-
-  // The stretches, in order, by whoever comes last.
-  const int place = group * gridDim.x + blockIdx.x;
-  float4* partial = reinterpret_cast<float4*>(p.partial) + static_cast<int64_t>(place) * stretches * NT * TILES * 32;
-  if (wk == 0)
+  for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
-      partial[((stretch * NT + nt) * TILES + wm) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) turn = atomicAdd(p.arrived + place, 1);
-  __syncthreads();
-  if (turn != stretches - 1) return;
-  __threadfence();
-  if (threadIdx.x == 0) p.arrived[place] = 0;
-  for (int nt = wk; nt < NT; nt += HALVES) {
-    float sum[4] = {};
-#pragma unroll 4
-    for (int s = 0; s < stretches; ++s) {
-      const float4 part = __ldcg(partial + ((s * NT + nt) * TILES + wm) * 32 + lane);
-      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+      if (has[nt] && i < count) load8(next[i][nt], x_at[nt] + i * UNIT);
+  const bool writes = p.rounded && tile == 0 && job.first_tile == 0, precise = job.mode == PRECISE;
+  for (int base = 0; base < count; base += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int u = base + i;
+      if (u >= count) break;
+      uint4 x[NT], rest[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        x[nt] = round8(next[i][nt]);
+        if (precise) rest[nt] = rest8(next[i][nt], x[nt]);
+        if (has[nt] && u + AHEAD < count) load8(next[i][nt], x_at[nt] + (u + AHEAD) * UNIT);
+      }
+      copies_wait<DEPTH - 1>();
+      const uint32_t slot = ring + u % DEPTH * UNIT_BYTES;
+      const uint4 low = shared16(slot), high = shared16(slot + 512);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low, high, x[nt]);
+      if (precise)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low, high, rest[nt]);
+      if (writes)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          if (has[nt])
+            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
+      if (u + DEPTH < count) {
+        copy16(slot, low_at + (u + DEPTH) * 512);
+        copy16(slot + 512, high_at + (u + DEPTH) * 512);
+      }
+      copies_end_group();
     }
-    if (live) store(job, sum, tile, first_row + nt * 8, p.rows, lane);
+
+  float4* sums = reinterpret_cast<float4*>(shared + SLICES * DEPTH * UNIT_BYTES);
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) sums[(warp * NT + nt) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
+  __syncthreads();
+  float sum[4];
+  if (warp < NT) {
+    const float4* from = sums + warp * 32 + lane;
+    const float4 s = *from;
+    sum[0] = s.x, sum[1] = s.y, sum[2] = s.z, sum[3] = s.w;
+#pragma unroll
+    for (int w = 1; w < SLICES; ++w) {
+      const float4 s = from[w * NT * 32];
+      sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
+    }
   }
+  if (cluster > 1) {
+    float4* others = sums + SLICES * NT * 32;
+    cluster_wait();  // every block of the cluster runs
+    if (group > 0 && warp < NT) store_in_first(smem_addr(others + ((group - 1) * NT + warp) * 32 + lane), {sum[0], sum[1], sum[2], sum[3]});
+    cluster_arrive();
+    cluster_wait();
+    if (group > 0) return;
+    if (warp < NT)
+      for (int i = 1; i < cluster; ++i) {
+        const float4 s = others[((i - 1) * NT + warp) * 32 + lane];
+        sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
+      }
+  }
+  if (warp < NT) store(p, job, sum, tile, first_row + warp * 8, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) dense_8(const __grid_constant__ Dense p) { dense<1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) dense_8(const __grid_constant__ Dense p) { dense<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) dense_16(const __grid_constant__ Dense p) { dense<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) dense_32(const __grid_constant__ Dense p) { dense<4>(p); }

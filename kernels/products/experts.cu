@@ -1,28 +1,25 @@
 // Routed experts: INT4 weights in groups of 32, unpacked to bf16 in registers, times the rows that chose them.
 //
 // Work is a list made on the device (routing.cu): entries of up to 8 NT rows of one expert. First product: gate and up with SwiGLU,
-// second: down, both by persistent blocks over (entry, part) items. Nothing is summed across entries, so a row's bits do not depend
-// on who else chose its experts.
+// second: down. Blocks are persistent and have equal shares of all (entry, tile) items, one stretch each. Every warp keeps its own
+// ring of weights filled in the background, across items and entries, so reads of memory never pause. Nothing is summed across
+// entries, and k is cut by the matrix alone: a row's bits do not depend on who else chose its experts.
 #include "routing.cuh"
 
-constexpr int TILES = 4, HALVES = 2, WARPS = TILES * HALVES, UNITS = STEP / UNIT;
+// Slots of a warp's ring. The first product keeps more of shared memory for L1, where its activations stay.
+constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6;
 
 // Mirrored in src/device/cuda/products/experts.rs.
 struct GateUp {
   const uint8_t* weights;  // [experts][tiles][steps][1152], a tile = 8 gate rows and their 8 up rows
-  const float* x;
-  int64_t x_stride;
+  const uint16_t* x;       // [row][k] bf16
   uint16_t* inner;         // [sorted place][8 tiles] bf16
-  float* partial;
-  uint32_t* arrived;
   void* list;
   int places;
   int k;
   int tiles;               // of 16 rows, per expert
   int steps;               // k / 128, rounded up
   int slice;               // steps of one warp
-  int piece;               // steps of a slice that lie in shared memory at a time
-  int stretches;           // k is cut into stretches of two slices
   int top_k;
 };
 struct Down {
@@ -34,205 +31,210 @@ struct Down {
   int k;
   int tiles;
   int steps;
-  int parts;               // items of an entry
 };
-static_assert(sizeof(GateUp) == 88 && sizeof(Down) == 56, "mirrored in Rust");
+static_assert(sizeof(GateUp) == 56 && sizeof(Down) == 48, "mirrored in Rust");
+
+// The tiles of a stretch of (entry, tile) items, `STRIDE` items apart; `steps` steps of each, read in the background.
+template <int STRIDE> struct Stream {
+  const uint8_t* weights;
+  const Entry* entry;  // of the next item
+  const uint8_t* at;
+  int64_t tile_bytes;
+  int tiles, tile, left, steps, step;
+  __device__ __forceinline__ Stream(const uint8_t* weights, const Lists& lists, int64_t tile_bytes, uint32_t tiles, uint32_t first, int items, int steps)
+      : weights(weights), entry(lists.entry + first / tiles), tile_bytes(tile_bytes), tiles(tiles), tile(first % tiles), left(items), steps(steps), step(0) {
+    if (left > 0) open();
+  }
+  __device__ __forceinline__ void open() { at = weights + (static_cast<int64_t>(entry->expert) * tiles + tile) * tile_bytes; }
+  // Enqueues the next step into `slot`, if there is one; always ends a group.
+  __device__ __forceinline__ void next(uint32_t slot, int lane) {
+    if (left > 0) {
+      copy_step(slot, at, lane);
+      at += STEP_BYTES;
+      if (++step == steps) {
+        step = 0, tile += STRIDE, --left;
+        at += STRIDE * tile_bytes - static_cast<int64_t>(steps) * STEP_BYTES;
+        if (tile >= tiles && left > 0) {
+          while (tile >= tiles) tile -= tiles, ++entry;
+          open();
+        }
+      }
+    }
+    copies_end_group();
+  }
+};
+
+// A lane's words of the activations of up to NT x 8 rows.
+template <int NT> struct Rows {
+  const uint16_t* at[NT];  // null: no row
+  // Brings `lines` lines of 128 bytes from column `k_at` on into L1, all at once.
+  __device__ __forceinline__ void touch(int k_at, int lines, int t) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+      if (at[nt])
+        for (int i = t; i < lines; i += 4) {
+          uint32_t unused;
+          asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(at[nt] - t * 8 + k_at + i * 64) : "memory");
+        }
+  }
+  // Those of the step at column `k_at`; zeros beyond k: weights are zero there, and a NaN would get through.
+  __device__ __forceinline__ void load(uint4 (&x)[NT][UNITS], int k_at, int k) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) {
+        x[nt][unit] = {};
+        if (at[nt] && k_at + unit * UNIT < k) x[nt][unit] = *reinterpret_cast<const uint4*>(at[nt] + k_at + unit * UNIT);
+      }
+  }
+};
+
+template <int NT> __device__ __forceinline__ void step_product(float (&d)[NT][4], const Step& s, const uint4 (&x)[NT][UNITS]) {
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    uint4 low, high;
+    unpack_unit(s, unit, low, high);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low, high, x[nt][unit]);
+  }
+}
 
 template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
-  constexpr int DEPTH = NT == 4 ? 2 : 4;
-  extern __shared__ uint4 xs[];  // [half][piece][UNITS][NT][32]
-  __shared__ uint32_t turn;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp % TILES, wk = warp / TILES;
-  const int groups = (p.tiles + TILES - 1) / TILES, per_entry = groups * p.stretches;
+  constexpr bool AHEAD = NT < 4;  // activations one step ahead in registers
+  extern __shared__ uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
+  const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
   wait_for_predecessor();
   let_successor_start();
   const Lists lists(p.list, p.places);
-  const int items = *lists.entries * per_entry;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Entry entry = lists.entry[item / per_entry];
-    const int group = item % per_entry / p.stretches, stretch = item % p.stretches;
-    const int tile = group * TILES + wm, begin = (stretch * HALVES + wk) * p.slice;
-    const int count = tile < p.tiles ? max(0, min(p.slice, p.steps - begin)) : 0;
-    const uint8_t* at = p.weights + ((static_cast<int64_t>(entry.expert) * p.tiles + tile) * p.steps + begin) * STEP_BYTES;
-    Step ring[DEPTH];
+  const uint32_t items = *lists.entries * p.tiles;
+  const int first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
+  Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first,
+                   count > 0 ? end - first : 0, count);
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i)
-      if (i < count) load_step(ring[i], at + i * STEP_BYTES, lane);
+  for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
 
-    float d[NT][4] = {};
-    const int per_half = p.piece * UNITS * NT * 32;
-    for (int base = 0; base < p.slice; base += DEPTH) {
-      if (base % p.piece == 0) {
-        __syncthreads();
-        const int here = min(p.piece, p.slice - base) * UNITS, words = entry.count * 4;
-        for (int i = threadIdx.x; i < HALVES * here * words; i += WARPS * 32) {
-          const int half = i / (here * words), rest = i % (here * words), unit = rest / words, word = rest % words;
-          const int from = ((stretch * HALVES + half) * p.slice + base) * UNITS + unit;
-          const int row = lists.order[entry.first + word / 4] / p.top_k;
-          float x[8] = {};  // zeros beyond k: weights are zero there, and a NaN would get through
-          if (from * UNIT < p.k) load8(x, p.x + row * p.x_stride + from * UNIT + (word & 3) * 8);
-          xs[half * per_half + unit * NT * 32 + word] = round8(x);
-        }
-        __syncthreads();
+  float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
+  Rows<NT> rows;
+  Entry entry;
+  int slot = 0, tile = first % p.tiles, at_entry = first / p.tiles;
+  uint4 x[NT][UNITS];
+  for (int item = first; item < end; ++item) {
+    if (item == first || tile == 0) {
+      entry = lists.entry[at_entry++];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const int at = nt * 8 + g;
+        rows.at[nt] = at < entry.count ? p.x + static_cast<int64_t>(lists.order[entry.first + at] / p.top_k) * p.k + t * 8 : nullptr;
       }
-      const uint4* b = xs + wk * per_half + base % p.piece * UNITS * NT * 32 + lane;
+      rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
+      if (AHEAD) rows.load(x, begin * STEP, p.k);
+    }
+    float d[NT][4] = {};
+    for (int step = 0; step < count; ++step) {
+      copies_wait<UP_DEPTH - 2>();
+      __syncwarp();
+      const Step s = read_step(ring + slot * STEP_BYTES, lane);
+      // The slot read in the round before is free.
+      stream.next(ring + (slot ? slot - 1 : UP_DEPTH - 1) * STEP_BYTES, lane);
+      slot = slot + 1 == UP_DEPTH ? 0 : slot + 1;
+      if (AHEAD) {
+        uint4 next[NT][UNITS];
+        rows.load(next, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k);
+        step_product<NT>(d, s, x);
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i) {
-        const int step = base + i;
-        if (step >= count) break;
+        for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-          uint4 low, high;
-          unpack_unit(ring[i], unit, low, high);
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low, high, b[((i * UNITS + unit) * NT + nt) * 32]);
-        }
-        if (step + DEPTH < count) load_step(ring[i], at + (step + DEPTH) * STEP_BYTES, lane);
+          for (int unit = 0; unit < UNITS; ++unit) x[nt][unit] = next[nt][unit];
+      } else {
+        rows.load(x, (begin + step) * STEP, p.k);
+        step_product<NT>(d, s, x);
       }
     }
-
-    // Halves in order, then stretches in order, as in dense.cu.
-    __syncthreads();
-    float4* sums = reinterpret_cast<float4*>(xs);
-    if (wk == 1)
+    float4* mine = sums + (item & 1) * WARPS * NT * 32;
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) sums[(nt * TILES + wm) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
+    for (int nt = 0; nt < NT; ++nt) mine[(warp * NT + nt) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
     __syncthreads();
-    const auto store = [&](const float (&v)[4], int nt) {
-      if (tile >= p.tiles) return;
-      const int row = nt * 8 + 2 * (lane & 3);
-      uint16_t* to = p.inner + (static_cast<int64_t>(entry.first) + row) * p.tiles * 8 + tile * 8 + (lane >> 2);
+    // One warp a tile of 8 rows, by turns; the others go on.
+    const int nt = (warp - item * NT) & (WARPS - 1);
+    if (nt < NT) {
+      float v[4] = {};
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float4 s = mine[(w * NT + nt) * 32 + lane];
+        v[0] += s.x, v[1] += s.y, v[2] += s.z, v[3] += s.w;
+      }
+      const int row = nt * 8 + 2 * t;
+      uint16_t* to = p.inner + (static_cast<int64_t>(entry.first) + row) * p.tiles * 8 + tile * 8 + g;
       const uint32_t pair = pack_bf16(swiglu(v[0], v[2]), swiglu(v[1], v[3]));
       if (row < entry.count) to[0] = static_cast<uint16_t>(pair);
       if (row + 1 < entry.count) to[p.tiles * 8] = static_cast<uint16_t>(pair >> 16);
-    };
-    if (wk == 0)
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const float4 other = sums[(nt * TILES + wm) * 32 + lane];
-        d[nt][0] += other.x, d[nt][1] += other.y, d[nt][2] += other.z, d[nt][3] += other.w;
-        if (p.stretches == 1) store(d[nt], nt);
-      }
-    if (p.stretches == 1) continue;
-    const int place = item / p.stretches;
-    float4* partial = reinterpret_cast<float4*>(p.partial) + static_cast<int64_t>(place) * p.stretches * NT * TILES * 32;
-    if (wk == 0)
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-        partial[((stretch * NT + nt) * TILES + wm) * 32 + lane] = {d[nt][0], d[nt][1], d[nt][2], d[nt][3]};
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) turn = atomicAdd(p.arrived + place, 1);
-    __syncthreads();
-    if (turn != p.stretches - 1) continue;
-    __threadfence();
-    if (threadIdx.x == 0) p.arrived[place] = 0;
-    for (int nt = wk; nt < NT; nt += HALVES) {
-      float sum[4] = {};
-#pragma unroll 4
-      for (int s = 0; s < p.stretches; ++s) {
-        const float4 part = __ldcg(partial + ((s * NT + nt) * TILES + wm) * 32 + lane);
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-      }
-      store(sum, nt);
     }
+    if (++tile == p.tiles) tile = 0;
   }
 }
 
 template <int NT> __device__ __forceinline__ void down(const Down& p) {
-  constexpr int DEPTH = NT == 4 ? 2 : 4;
-  extern __shared__ uint4 xs[];  // [steps][UNITS][NT][32]
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int per_part = (p.tiles + p.parts - 1) / p.parts;
+  extern __shared__ uint8_t shared[];  // the warps' rings
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const Lists lists(p.list, p.places);
+  // The list and the weights were ready before the predecessor (the first product) began: start reading at once.
+  const uint32_t items = *lists.entries * p.tiles;
+  const int first = items * blockIdx.x / gridDim.x + warp, end = items * (blockIdx.x + 1) / gridDim.x;
+  const uint32_t ring = smem_addr(shared) + warp * DOWN_DEPTH * STEP_BYTES;
+  Stream<WARPS> stream(p.weights, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first, (end - first + WARPS - 1) / WARPS, p.steps);
+#pragma unroll
+  for (int i = 0; i < DOWN_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
   wait_for_predecessor();
   let_successor_start();
-  const Lists lists(p.list, p.places);
-  const int items = *lists.entries * p.parts;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Entry entry = lists.entry[item / p.parts];
-    const int first = item % p.parts * per_part + warp, end = min((item % p.parts + 1) * per_part, p.tiles);
-    const int tiles = first < end ? (end - first + WARPS - 1) / WARPS : 0, total = tiles * p.steps;
-    // The warp's steps, tile after tile (WARPS tiles apart).
-    const uint8_t* at = p.weights + (static_cast<int64_t>(entry.expert) * p.tiles + first) * p.steps * STEP_BYTES;
-    const int64_t apart = static_cast<int64_t>(WARPS) * p.steps * STEP_BYTES;
-    const uint8_t* next = at;
-    int next_step = 0;
-    const auto advance = [&] {
-      if (++next_step == p.steps) next_step = 0, at += apart, next = at;
-      else next += STEP_BYTES;
-    };
-    Step ring[DEPTH];
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i)
-      if (i < total) load_step(ring[i], next, lane), advance();
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.steps * UNITS * entry.count * 4; i += WARPS * 32) {
-      const int unit = i / (entry.count * 4), word = i % (entry.count * 4);
-      const uint16_t* from = p.inner + (static_cast<int64_t>(entry.first) + word / 4) * p.k + unit * UNIT + (word & 3) * 8;
-      xs[unit * NT * 32 + word] = unit * UNIT < p.k ? *reinterpret_cast<const uint4*>(from) : uint4{};
-    }
-    __syncthreads();
 
-    float d[NT][4] = {};
-    int tile = first, step = 0;
-    for (int base = 0; base < total; base += DEPTH) {
+  Rows<NT> rows;
+  float* to[NT][2];  // null: no row
+  int slot = 0, tile = static_cast<uint32_t>(first) % p.tiles, at_entry = static_cast<uint32_t>(first) / p.tiles;
+  bool turn = true;  // to another entry
+  for (int item = first; item < end; item += WARPS) {
+    if (turn) {
+      turn = false;
+      const Entry entry = lists.entry[at_entry];
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i) {
-        if (base + i >= total) break;
-        const uint4* b = xs + step * UNITS * NT * 32 + lane;
+      for (int nt = 0; nt < NT; ++nt) {
+        const int at = nt * 8 + g;
+        rows.at[nt] = at < entry.count ? p.inner + static_cast<int64_t>(entry.first + at) * p.k + t * 8 : nullptr;
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-          uint4 low, high;
-          unpack_unit(ring[i], unit, low, high);
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) multiply(d[nt], low, high, b[(unit * NT + nt) * 32]);
+        for (int c = 0; c < 2; ++c) {
+          const int row = nt * 8 + 2 * t + c;
+          to[nt][c] = row < entry.count ? p.outer + static_cast<int64_t>(lists.order[entry.first + row]) * p.tiles * 16 + g : nullptr;
         }
-        if (base + i + DEPTH < total) load_step(ring[i], next, lane), advance();
-        if (++step < p.steps) continue;
-        const int n = tile * 16 + (lane >> 2);
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int row = nt * 8 + 2 * (lane & 3) + c;
-            if (row < entry.count) {
-              float* to = p.outer + static_cast<int64_t>(lists.order[entry.first + row]) * p.tiles * 16 + n;
-              to[0] = d[nt][c], to[8] = d[nt][2 + c];
-            }
-          }
-          d[nt][0] = d[nt][1] = d[nt][2] = d[nt][3] = 0;
-        }
-        step = 0, tile += WARPS;
       }
     }
+    float d[NT][4] = {};
+    for (int step = 0; step < p.steps; ++step) {
+      uint4 x[NT][UNITS];
+      rows.load(x, step * STEP, p.k);
+      copies_wait<DOWN_DEPTH - 2>();
+      __syncwarp();
+      const Step s = read_step(ring + slot * STEP_BYTES, lane);
+      stream.next(ring + (slot ? slot - 1 : DOWN_DEPTH - 1) * STEP_BYTES, lane);
+      slot = slot + 1 == DOWN_DEPTH ? 0 : slot + 1;
+      step_product<NT>(d, s, x);
+    }
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (to[nt][c]) to[nt][c][tile * 16] = d[nt][c], to[nt][c][tile * 16 + 8] = d[nt][2 + c];
+    tile += WARPS;
+    while (tile >= p.tiles) tile -= p.tiles, ++at_entry, turn = true;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) down_8(const __grid_constant__ Down p) { down<1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_16(const __grid_constant__ Down p) { down<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_32(const __grid_constant__ Down p) { down<4>(p); }
-
-// out[row] += sum over choices, in their order, of weight times the expert's output; `out` holds the shared expert's.
-extern "C" __global__ void __launch_bounds__(256) combine(const float* outer, void* list, int places, const uint32_t* counts, int top_k, int hidden, float* out, int64_t stride) {
-  wait_for_predecessor();
-  let_successor_start();
-  const int row = blockIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= hidden / 4 || row >= counts[0]) return;
-  const Lists lists(list, places);
-  float4* to = reinterpret_cast<float4*>(out + row * stride) + c;
-  float4 sum = *to;
-  for (int i = 0; i < top_k; ++i) {
-    const int64_t place = static_cast<int64_t>(row) * top_k + i;
-    if (lists.ids[place] < 0) continue;
-    const float w = lists.weights[place];
-    const float4 y = reinterpret_cast<const float4*>(outer + place * hidden)[c];
-    sum.x += w * y.x, sum.y += w * y.y, sum.z += w * y.z, sum.w += w * y.w;
-  }
-  *to = sum;
-}
 
 // Packed rows of a checkpoint (two elements a byte, low nibble first) and their scales into tiles. Row r of tile i is `row_of`
 // below: gate and up are interleaved 8 by 8 (pair != null), or rows are taken as they come. One thread a step's lane.
@@ -271,7 +273,9 @@ extern "C" __global__ void __launch_bounds__(256) unpack_int4(const uint8_t* fro
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   for (int64_t i = (blockIdx.x * int64_t{256} + threadIdx.x) / 32; i < static_cast<int64_t>(tiles) * steps; i += gridDim.x * int64_t{8}) {
     Step s;
-    load_step(s, from + i * STEP_BYTES, lane);
+    s.w[0] = reinterpret_cast<const uint4*>(from + i * STEP_BYTES)[lane];
+    s.w[1] = reinterpret_cast<const uint4*>(from + i * STEP_BYTES + 512)[lane];
+    s.scales = reinterpret_cast<const uint4*>(from + i * STEP_BYTES + 1024)[g];
     for (int unit = 0; unit < UNITS; ++unit) {
       uint4 low, high;
       unpack_unit(s, unit, low, high);

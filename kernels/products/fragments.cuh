@@ -58,10 +58,11 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const 
 // bf16(q * scale) of 8 nibbles, as the checkpoint's unpacker rounds it. Element e lies at bits 4 (e / 2) + 16 (e % 2); a nibble is
 // q + 8. 128 + nibble is exact in bf16, so is q; the product of 4 and 8 significant bits is rounded once.
 __device__ __forceinline__ uint4 unpack8(uint32_t word, uint32_t scales) {
-  uint32_t v[4];
+  uint32_t v[4], magic;
+  asm("mov.b32 %0, 0x43004300;" : "=r"(magic));  // in a register: an instruction takes one constant
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    v[i] = (word >> (4 * i) & 0x000f000fu) | 0x43004300u;
+    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(v[i]) : "r"(word >> (4 * i)), "r"(magic));  // and, then or
     asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(0x43084308u));
     asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(scales));
   }
@@ -69,15 +70,32 @@ __device__ __forceinline__ uint4 unpack8(uint32_t word, uint32_t scales) {
 }
 __device__ __forceinline__ uint32_t both(uint32_t pair, int which) { return __byte_perm(pair, 0, which ? 0x3232 : 0x1010); }
 
-// A lane's share of one step of INT4 weights.
+// Weights come into a ring in shared memory, each warp its own, in the background; a lane reads back the words it asked for.
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the last `LEFT` groups of this thread have arrived.
+template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+__device__ __forceinline__ uint4 shared16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+
+// One step of INT4 weights into a slot of 1152 bytes. The scales are shared by four lanes: __syncwarp() after the wait.
+__device__ __forceinline__ void copy_step(uint32_t slot, const uint8_t* at, int lane) {
+  copy16(slot + lane * 16, at + lane * 16);
+  copy16(slot + 512 + lane * 16, at + 512 + lane * 16);
+  if (lane < 8) copy16(slot + 1024 + lane * 16, at + 1024 + lane * 16);
+}
+// A lane's share of a step.
 struct Step {
   uint4 w[2];
   uint4 scales;
 };
-__device__ __forceinline__ void load_step(Step& s, const uint8_t* at, int lane) {
-  s.w[0] = load_weights(at + lane * 16);
-  s.w[1] = load_weights(at + 512 + lane * 16);
-  s.scales = load_weights(at + 1024 + (lane >> 2) * 16);
+__device__ __forceinline__ Step read_step(uint32_t slot, int lane) {
+  return {{shared16(slot + lane * 16), shared16(slot + 512 + lane * 16)}, shared16(slot + 1024 + (lane >> 2) * 16)};
 }
 // Unit `unit` (0 .. 3) of a step as two half-tile words.
 __device__ __forceinline__ void unpack_unit(const Step& s, int unit, uint4& low, uint4& high) {

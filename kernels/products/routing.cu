@@ -4,7 +4,7 @@
 #include "../common/rows.cuh"
 #include "routing.cuh"
 
-constexpr int MAX_EXPERTS = 512, KEYS = MAX_EXPERTS / 32, SORT_WARPS = 32;
+constexpr int MAX_EXPERTS = 512, MAX_TOP = 32, WARPS = MAX_EXPERTS / 32;
 
 // Mirrored in src/device/cuda/products/routing.rs.
 struct Routing {
@@ -12,6 +12,7 @@ struct Routing {
   const float* bias;
   void* list;
   const uint32_t* counts;
+  uint32_t* arrived;   // zero between launches
   int places;          // room of the list
   int rows;            // bound
   int experts, top_k;
@@ -20,69 +21,110 @@ struct Routing {
   int uniform;         // benches: choose by the hash of (layer, row) instead of the gates
   int layer;
 };
-static_assert(sizeof(Routing) == 64, "mirrored in Rust");
+static_assert(sizeof(Routing) == 72, "mirrored in Rust");
 
 __device__ __forceinline__ uint32_t hash(uint32_t x) {
   x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
   return x ^ x >> 16;
 }
 
-// One warp, one row.
+// One block, one row: thread e has expert e. Every warp sorts out its best, then one warp merges them.
 __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int row) {
-  const int lane = threadIdx.x & 31;
-  float score[KEYS], key[KEYS];
-#pragma unroll
-  for (int i = 0; i < KEYS; ++i) {
-    const int e = i * 32 + lane;
-    key[i] = -INFINITY, score[i] = 0;
-    if (e < p.experts) {
-      score[i] = 1.0f / (1.0f + expf(-p.gates[static_cast<int64_t>(row) * p.experts + e]));
-      const float k = p.uniform ? static_cast<float>(hash(hash(p.layer * 4099 + row) + e) >> 8) : score[i] + p.bias[e];
-      if (k == k) key[i] = k;  // NaN is never chosen
+  __shared__ uint32_t best_keys[WARPS][MAX_TOP];
+  __shared__ float best_scores[WARPS][MAX_TOP];
+  __shared__ int best_ids[WARPS][MAX_TOP];
+  const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
+  float score = 0;
+  uint32_t key = 0;  // as an integer of the same order, so that a warp finds its largest in one instruction; 0 = none
+  if (e < p.experts) {
+    score = 1.0f / (1.0f + expf(-p.gates[static_cast<int64_t>(row) * p.experts + e]));
+    const float k = (p.uniform ? static_cast<float>(hash(hash(p.layer * 4099 + row) + e) >> 8) : score + p.bias[e]) + 0.0f;
+    const uint32_t bits = __float_as_uint(k);
+    if (k == k) key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // NaN is never chosen
+  }
+  for (int i = 0; i < p.top_k; ++i) {
+    const uint32_t top = __reduce_max_sync(~0u, key);
+    const uint32_t holders = __ballot_sync(~0u, key == top);
+    if (lane == __ffs(holders) - 1) {
+      best_keys[warp][i] = top, best_scores[warp][i] = score, best_ids[warp][i] = e;
+      key = 0;
     }
   }
-  float chosen = 0;  // score of choice `lane`
-  int id = -1;
-  for (int choice = 0; choice < p.top_k; ++choice) {
-    float best = -INFINITY, its = 0;
-    int at = MAX_EXPERTS;
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i)
-      if (key[i] > best) best = key[i], at = i * 32 + lane, its = score[i];
-#pragma unroll
-    for (int s = 16; s; s /= 2) {
-      const float other = __shfl_xor_sync(~0u, best, s), score_there = __shfl_xor_sync(~0u, its, s);
-      const int there = __shfl_xor_sync(~0u, at, s);
-      if (other > best || (other == best && there < at)) best = other, at = there, its = score_there;
-    }
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i)
-      if (i * 32 + lane == at) key[i] = -INFINITY;
-    if (lane == choice && at < MAX_EXPERTS) chosen = its, id = at;
+  __syncthreads();
+  if (warp > 0) return;
+  int at = 0, id = -1;  // lane w < WARPS: place in the list of warp w; then the choice `lane`
+  float chosen = 0;
+  uint32_t head = lane < WARPS ? best_keys[lane][0] : 0;
+  for (int i = 0; i < p.top_k; ++i) {
+    const uint32_t top = __reduce_max_sync(~0u, head);
+    if (top == 0) break;
+    // Lists ascend in ids: the first lane with the largest key has the lowest id.
+    const int winner = __ffs(__ballot_sync(~0u, head == top)) - 1, place = __shfl_sync(~0u, at, winner);
+    if (lane == i) id = best_ids[winner][place], chosen = best_scores[winner][place];
+    if (lane == winner) ++at, head = at < p.top_k ? best_keys[lane][at] : 0;
   }
   // The sum in the order of the choice.
   float sum = 0;
-  for (int choice = 0; choice < p.top_k; ++choice) sum += __shfl_sync(~0u, chosen, choice);
+  for (int i = 0; i < p.top_k; ++i) sum += __shfl_sync(~0u, chosen, i);
   sum += 1e-20f;
   if (lane < p.top_k) {
     lists.ids[row * p.top_k + lane] = id;
     lists.weights[row * p.top_k + lane] = chosen / sum * p.scaling;
   }
+  if (p.rows > 1) return;
+  // A row alone: its choices by ascending id are the list.
+  int before = 0;
+  for (int i = 0; i < p.top_k; ++i) before += static_cast<uint32_t>(__shfl_sync(~0u, id, i)) < static_cast<uint32_t>(id);
+  if (lane < p.top_k && id >= 0) lists.order[before] = lane, lists.entry[before] = {id, before, 1, 0};
+  const int chosen_ones = __popc(__ballot_sync(~0u, lane < p.top_k && id >= 0));
+  if (lane == 0) *lists.entries = chosen_ones;
+}
+
+// Up to 64 places (8 rows): a thread a place, each finds its position by looking at all. An expert has one row at most from each
+// row, so one entry an expert.
+__device__ __forceinline__ void sort_few(const Routing& p, const Lists& lists) {
+  __shared__ int ids[64];
+  __shared__ int heads[64];
+  const int i = threadIdx.x, live = min(static_cast<int>(p.counts[0]), p.rows) * p.top_k;
+  if (i < 64) ids[i] = i < live ? __ldcg(lists.ids + i) : -1, heads[i] = MAX_EXPERTS;
+  __syncthreads();
+  const int id = i < 64 ? ids[i] : -1;
+  int less = 0, before = 0, same = 0;
+  if (id >= 0) {
+#pragma unroll 8
+    for (int j = 0; j < 64; ++j) {
+      const int other = ids[j];
+      less += other >= 0 && other < id;
+      same += other == id;
+      before += other == id && j < i;
+    }
+    lists.order[less + before] = i;
+    if (before == 0) heads[i] = id;
+  }
+  __syncthreads();
+  if (id >= 0 && before == 0) {
+    int entry = 0;
+#pragma unroll 8
+    for (int j = 0; j < 64; ++j) entry += heads[j] < id;
+    lists.entry[entry] = {id, less, same, 0};
+  }
+  const int total = __syncthreads_count(id >= 0 && before == 0);
+  if (i == 0) *lists.entries = total;
 }
 
 // One block: a counting sort of the live places by expert. Warp w has a stretch of places; within it, lanes with the same expert
 // rank each other.
 __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
-  __shared__ uint16_t count[SORT_WARPS][MAX_EXPERTS];
-  __shared__ int totals[32], entry_totals[32];
+  __shared__ uint16_t count[WARPS][MAX_EXPERTS];
+  __shared__ int totals[WARPS], entry_totals[WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
   const int live = min(static_cast<int>(p.counts[0]), p.rows) * p.top_k;
-  const int stretch = (live + 32 * SORT_WARPS - 1) / (32 * SORT_WARPS) * 32;
-  const int begin = min(warp * stretch, live), end = min(begin + stretch, live);
-  for (int i = threadIdx.x; i < SORT_WARPS * MAX_EXPERTS / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(count)[i] = 0;
+  const int stretch = (live + 32 * WARPS - 1) / (32 * WARPS) * 32;
+  const int begin = min(warp * stretch, live), end = min(begin + stretch, live), used = stretch ? (live + stretch - 1) / stretch : 0;
+  for (int i = threadIdx.x; i < used * MAX_EXPERTS / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(count)[i] = 0;
   __syncthreads();
   for (int base = begin; base < end; base += 32) {
-    const int place = base + lane, id = place < end ? lists.ids[place] : -1;
+    const int place = base + lane, id = place < end ? __ldcg(lists.ids + place) : -1;
     const uint32_t same = __match_any_sync(~0u, id);
     if (id >= 0 && lane == __ffs(same) - 1) count[warp][id] += __popc(same);
     __syncwarp();
@@ -91,7 +133,8 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
   // Thread e: how many places expert e has, where its sorted places and its entries begin.
   int total = 0;
   if (e < p.experts)
-    for (int w = 0; w < SORT_WARPS; ++w) total += count[w][e];
+#pragma unroll 8
+    for (int w = 0; w < used; ++w) total += count[w][e];
   const int chunks = (total + p.rows_per_entry - 1) / p.rows_per_entry;
   int first = total, entry = chunks;  // inclusive sums over the warp
 #pragma unroll
@@ -101,13 +144,15 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
   }
   if (lane == 31) totals[warp] = first, entry_totals[warp] = entry;
   __syncthreads();
-  for (int w = 0; w < warp; ++w) first += totals[w], entry += entry_totals[w];
+  int first_before = lane < warp ? totals[lane] : 0, entries_before = lane < warp ? entry_totals[lane] : 0;
+  first += __reduce_add_sync(~0u, first_before), entry += __reduce_add_sync(~0u, entries_before);
   if (e == blockDim.x - 1) *lists.entries = entry;
   first -= total, entry -= chunks;
   if (e < p.experts) {
     for (int i = 0; i < chunks; ++i)
       lists.entry[entry + i] = {e, first + i * p.rows_per_entry, min(p.rows_per_entry, total - i * p.rows_per_entry), 0};
-    for (int w = 0, at = first; w < SORT_WARPS; ++w) {
+#pragma unroll 8
+    for (int w = 0, at = first; w < used; ++w) {
       const int here = count[w][e];
       count[w][e] = static_cast<uint16_t>(at);
       at += here;
@@ -115,7 +160,7 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
   }
   __syncthreads();
   for (int base = begin; base < end; base += 32) {
-    const int place = base + lane, id = place < end ? lists.ids[place] : -1;
+    const int place = base + lane, id = place < end ? __ldcg(lists.ids + place) : -1;
     const uint32_t same = __match_any_sync(~0u, id);
     if (id >= 0) lists.order[count[warp][id] + __popc(same & ((1u << lane) - 1))] = place;
     __syncwarp();
@@ -124,23 +169,24 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
   }
 }
 
-// Few rows: everything in one block.
-extern "C" __global__ void __launch_bounds__(1024) route_all(const __grid_constant__ Routing p) {
+// A block a row; the last to finish makes the list.
+extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_constant__ Routing p) {
+  __shared__ uint32_t turn;
   wait_for_predecessor();
   let_successor_start();
   const Lists lists(p.list, p.places);
-  for (int row = threadIdx.x / 32; row < min(static_cast<int>(p.counts[0]), p.rows); row += 32) choose(p, lists, row);
+  if (blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x);
+  if (p.rows == 1) {
+    if (threadIdx.x == 0 && p.counts[0] == 0) *lists.entries = 0;
+    return;
+  }
+  __threadfence();
   __syncthreads();
-  sort(p, lists);
-}
-extern "C" __global__ void __launch_bounds__(256) route_choose(const __grid_constant__ Routing p) {
-  wait_for_predecessor();
-  let_successor_start();
-  const int row = blockIdx.x * 8 + threadIdx.x / 32;
-  if (row < min(static_cast<int>(p.counts[0]), p.rows)) choose(p, Lists(p.list, p.places), row);
-}
-extern "C" __global__ void __launch_bounds__(1024) route_sort(const __grid_constant__ Routing p) {
-  wait_for_predecessor();
-  let_successor_start();
-  sort(p, Lists(p.list, p.places));
+  if (threadIdx.x == 0) turn = gridDim.x > 1 ? atomicAdd(p.arrived, 1) : 0;
+  __syncthreads();
+  if (turn != gridDim.x - 1) return;
+  __threadfence();
+  if (threadIdx.x == 0) *p.arrived = 0;
+  if (p.rows * p.top_k <= 64) sort_few(p, lists);
+  else sort(p, lists);
 }

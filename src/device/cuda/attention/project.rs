@@ -41,8 +41,7 @@ impl CudaDevice {
         let counts = rows.counts.device_ptr(&gpu.stream).0;
         let grid = (rows.bound as u32, 1, 1);
 
-        self.product(h.view(gpu), &weights.kv_a, rows, latent)?;
-        self.product(h.view(gpu), &weights.q_a, rows, low)?;
+        self.product_pair(h.view(gpu), [(&weights.q_a, low), (&weights.kv_a, latent)], rows)?;
         let norm = &mut [low.at, weights.q_a_norm.at(gpu), weights.eps.bits(), (rank as i32).bits(), counts, normed.at];
         // SAFETY: argument types as in project.cu; both buffers hold `bound` rows of `rank` values.
         unsafe { gpu.enqueue(&self.attention.kernels.norm_low_rank, grid, THREADS, 0, norm)? };

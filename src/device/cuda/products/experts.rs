@@ -4,14 +4,13 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaSlice, DevicePtr};
 use half::bf16;
 
-use super::super::buffers::{Argument, CudaAct, View};
+use super::super::buffers::Argument;
 use super::super::device::CudaDevice;
 use super::super::error::{CudaError, During};
 use super::super::gpu::Gpu;
-use super::super::rows::CudaRows;
 use super::super::scratch::Use;
 use super::routing::WorkList;
-use super::{ARRIVALS, EXACT_ROWS, Products, enqueue_struct, enqueue_values, int};
+use super::{Products, enqueue_struct, enqueue_values, int};
 use crate::device::host::HostExpert;
 use crate::device::{DeviceError, Result};
 use crate::model::tensor::Int4Matrix;
@@ -20,12 +19,11 @@ use crate::model::tensor::Int4Matrix;
 const STEP: usize = 128;
 const STEP_BYTES: usize = 1152;
 const GROUP: usize = 32;
-const TILES: usize = 4;
-const HALVES: usize = 2;
-/// Blocks per multiprocessor of the persistent kernels.
-const BLOCKS: u32 = 2;
-/// Bytes of activations that a block holds.
-const STAGED: usize = 64 * 1024;
+/// Warps of a block, each with its slice of k.
+const WARPS: usize = 8;
+/// Bytes of the weight rings of one block, first and second product.
+const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
+const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
 
 /// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
 pub struct CudaExperts {
@@ -41,18 +39,13 @@ pub struct CudaExperts {
 struct GateUp {
     weights: CUdeviceptr,
     x: CUdeviceptr,
-    x_stride: i64,
     inner: CUdeviceptr,
-    partial: CUdeviceptr,
-    arrived: CUdeviceptr,
     list: CUdeviceptr,
     places: i32,
     k: i32,
     tiles: i32,
     steps: i32,
     slice: i32,
-    piece: i32,
-    stretches: i32,
     top_k: i32,
 }
 
@@ -67,8 +60,6 @@ struct Down {
     k: i32,
     tiles: i32,
     steps: i32,
-    parts: i32,
-    unused: i32,
 }
 
 fn gate_up_bytes(inner: usize, hidden: usize) -> usize {
@@ -187,57 +178,37 @@ impl CudaDevice {
         Ok(experts)
     }
 
-    /// `silu(gate x) * up x` of every choice in the list, bf16 in sorted order. Returns where it lies.
-    pub(super) fn experts_up(&self, experts: &CudaExperts, x: View, list: &WorkList, bound: usize, top_k: usize) -> Result<CUdeviceptr> {
+    /// `silu(gate x) * up x` of every choice in the list, bf16 in sorted order, from bf16 rows `x`. Returns where it lies.
+    pub(super) fn experts_up(&self, experts: &CudaExperts, x: CUdeviceptr, list: &WorkList, top_k: usize) -> Result<CUdeviceptr> {
         let gpu = &self.gpu;
         let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
-        let groups = tiles.div_ceil(TILES);
-        // Depends on the experts' shape alone: 32 items of an expert keep 132 multiprocessors busy from 8 experts on.
-        let stretches = if bound > EXACT_ROWS { 1 } else { (32 / groups).clamp(1, (steps / (HALVES * 4)).max(1)) };
-        let slice = steps.div_ceil(HALVES * stretches);
-        let stretches = steps.div_ceil(HALVES * slice);
-        let activation_tiles = list.rows_per_entry / 8;
-        let depth = if activation_tiles == 4 { 2 } else { 4 };
-        let piece = (STAGED / (HALVES * 4 * activation_tiles * 512) / depth * depth).min(slice.next_multiple_of(depth));
-        let sums = TILES * 32 * 16 * activation_tiles;
-        let mut scratch = self.scratch.borrow_mut();
-        let inner = scratch.get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
-        let partial = if stretches == 1 { 0 } else { scratch.get(gpu, Use::Partial, list.entries * groups * stretches * sums)? };
-        if stretches > 1 && list.entries * groups > ARRIVALS {
-            return Err(DeviceError(format!("{} x {groups} parts of experts, at most {ARRIVALS}", list.entries)));
-        }
+        let inner = self.scratch.borrow_mut().get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
         let mut parameters = GateUp {
             weights: experts.gate_up.device_ptr(&gpu.stream).0,
-            x: x.at,
-            x_stride: x.stride as i64,
+            x,
             inner,
-            partial,
-            arrived: self.products.arrivals.device_ptr(&gpu.stream).0,
             list: list.at,
             places: int(list.places),
             k: int(experts.hidden),
             tiles: int(tiles),
             steps: int(steps),
-            slice: int(slice),
-            piece: int(piece),
-            stretches: int(stretches),
+            slice: int(steps.div_ceil(WARPS)),
             top_k: int(top_k),
         };
-        let grid = (BLOCKS * gpu.sms).min((list.entries * groups * stretches) as u32);
-        let shared = (HALVES * piece * 4 * activation_tiles * 512).max(sums);
+        let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles) as u32);
+        let shared = UP_RINGS + 2 * WARPS * (list.rows_per_entry / 8) * 512;
         let kernel = &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3];
-        // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every entry the list can have.
-        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, &mut parameters)? };
+        // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every place the list can have.
+        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, 1, &mut parameters)? };
         Ok(inner)
     }
 
-    /// Each choice's output `[places, hidden]` f32, unweighted. Returns where it lies.
+    /// Each choice's output `[places, hidden]` f32, unweighted. Returns where it lies. Must follow [`Self::experts_up`] directly: the
+    /// kernel reads the list before its predecessor has ended.
     pub(super) fn experts_down(&self, experts: &CudaExperts, inner: CUdeviceptr, list: &WorkList) -> Result<CUdeviceptr> {
         let gpu = &self.gpu;
         let (tiles, steps) = (experts.hidden / 16, experts.inner.div_ceil(STEP));
         let outer = self.scratch.borrow_mut().get(gpu, Use::Outer, list.places * experts.hidden * size_of::<f32>())?;
-        // Few experts are cut into small parts so that every multiprocessor has one.
-        let parts = (2 * BLOCKS as usize * gpu.sms as usize).div_ceil(list.entries).clamp(4, 32).min(tiles.div_ceil(8));
         let mut parameters = Down {
             weights: experts.down.device_ptr(&gpu.stream).0,
             inner,
@@ -247,37 +218,12 @@ impl CudaDevice {
             k: int(experts.inner),
             tiles: int(tiles),
             steps: int(steps),
-            parts: int(parts),
-            unused: 0,
         };
-        let grid = (BLOCKS * gpu.sms).min((list.entries * parts) as u32);
-        let shared = steps * 4 * (list.rows_per_entry / 8) * 512;
-        if shared > super::MAX_SHARED as usize {
-            return Err(DeviceError(format!("experts of {} inner columns: at most 1536 fit; use more ranks", experts.inner)));
-        }
+        let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles).div_ceil(WARPS) as u32);
         let kernel = &self.products.down[list.rows_per_entry.ilog2() as usize - 3];
         // SAFETY: `Down` mirrors the kernel's struct; scratch has room for every place.
-        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, &mut parameters)? };
+        unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, DOWN_RINGS, 1, &mut parameters)? };
         Ok(outer)
-    }
-
-    /// Adds the weighted outputs of each row, in the order of its choice, to `out`.
-    pub(super) fn combine(&self, outer: CUdeviceptr, list: &WorkList, rows: &CudaRows, top_k: usize, out: &CudaAct) -> Result<()> {
-        let to = out.view(&self.gpu);
-        let mut values = [
-            outer.bits(),
-            list.at.bits(),
-            int(list.places).bits(),
-            rows.counts.device_ptr(&self.gpu.stream).0.bits(),
-            int(top_k).bits(),
-            int(out.width).bits(),
-            to.at.bits(),
-            (to.stride as u64).bits(),
-        ];
-        let grid = ((out.width / 4).div_ceil(256) as u32, rows.bound as u32, 1);
-        // SAFETY: the parameters of combine.
-        unsafe { enqueue_values(&self.gpu, &self.products.combine, grid, 256, &mut values)? };
-        Ok(())
     }
 }
 
@@ -287,7 +233,7 @@ mod tests {
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<GateUp>(), size_of::<Down>()), (88, 56));
+        assert_eq!((size_of::<GateUp>(), size_of::<Down>()), (56, 48));
     }
 
     #[test]

@@ -1,13 +1,12 @@
-//! Dense products and the SwiGLU block made of them (kernels/products/dense.cu).
+//! Dense products and the SwiGLU block made of them (kernels/products/dense.cu for few rows, wide.cu for many).
 
-use cudarc::driver::DevicePtr;
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::super::buffers::{CudaMatrix, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::{ARRIVALS, EXACT_ROWS, enqueue_struct, int, tile_of};
+use super::{enqueue_struct, int, tile_of};
 use crate::device::{DeviceError, Mlp, Result};
 
 /// What becomes of a product's sums.
@@ -18,6 +17,20 @@ pub(super) enum Mode {
     SwiGlu = 1,
     /// Activations in two bf16 terms: sums almost as good as f32 (router).
     Precise = 2,
+    /// On top of the sum, in the order of a row's choices, weight times each expert's output.
+    Combine = 3,
+}
+
+/// What else a launch reads or writes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct With {
+    /// Where the activations go as bf16 `[rows, k]`, or 0.
+    pub rounded: CUdeviceptr,
+    /// `Mode::Combine`: the work list, its room, choices of a row, and the experts' outputs `[places, n]`.
+    pub list: CUdeviceptr,
+    pub places: usize,
+    pub top_k: usize,
+    pub outer: CUdeviceptr,
 }
 
 /// One matrix of a launch and where its product goes.
@@ -28,7 +41,7 @@ pub(super) struct Part<'a> {
     pub mode: Mode,
 }
 
-/// Mirror of `struct Job` in dense.cu.
+/// Mirror of `struct Job` in dense.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Job {
@@ -37,118 +50,120 @@ struct Job {
     out_stride: i64,
     n: i32,
     mode: i32,
-    first_group: i32,
+    first_tile: i32,
     tiles: i32,
 }
 
-/// Mirror of `struct Dense` in dense.cu.
+/// Mirror of `struct Dense` in dense.cuh.
 #[repr(C)]
 struct Dense {
     x: CUdeviceptr,
     x_stride: i64,
-    partial: CUdeviceptr,
-    arrived: CUdeviceptr,
+    rounded: CUdeviceptr,
     rows: i32,
     units: i32,
     slice: i32,
-    piece: i32,
-    terms: i32,
+    groups: i32,
     jobs: i32,
+    places: i32,
+    list: CUdeviceptr,
+    outer: CUdeviceptr,
+    top_k: i64,
     job: [Job; 2],
 }
 
-/// Tiles of 16 weight rows that a block works on.
-const TILES: usize = 4;
-/// Warps that share a block's stretch of k.
-const HALVES: usize = 2;
-/// Units in flight per warp.
-const DEPTH: usize = 4;
-/// Blocks that fill the largest card two to a multiprocessor.
-const WANTED_BLOCKS: usize = 264;
-/// Bytes of activations that a block holds.
-const STAGED: usize = 64 * 1024;
+/// Slices of k that one block sums.
+const SLICES: usize = 8;
+/// Blocks that keep the largest card busy.
+const WANTED_BLOCKS: usize = 192;
+/// Rows from which on a block takes many of them.
+const WIDE_ROWS: usize = 65;
+/// Bytes of the weight rings of one block.
+const RINGS: usize = SLICES * 8 * 1024;
+/// Bytes of the wide kernel's activations.
+const WIDE_SHARED: usize = 64 * 1024;
 
-/// How a launch over `groups` groups of 4 tiles cuts `units` units of k: `(stretches, units of a warp's slice)`. Depends on the
-/// matrices alone, never on the rows.
-fn cut(groups: usize, units: usize) -> (usize, usize) {
-    let most = (units / (HALVES * DEPTH)).clamp(1, 28);
-    let wanted = WANTED_BLOCKS.div_ceil(groups).min(most);
-    let even = (wanted..=(wanted * 3 / 2).min(most)).find(|s| units.is_multiple_of(HALVES * s));
-    let stretches = even.unwrap_or(wanted);
-    let slice = units.div_ceil(HALVES * stretches);
-    (units.div_ceil(HALVES * slice), slice)
+/// How a launch over `tiles` tiles of 16 weight rows cuts `units` units of k: `(groups of eight slices, units of a slice)`. Depends
+/// on the matrices alone, never on the rows: it fixes the order of every sum.
+fn cut(tiles: usize, units: usize) -> (usize, usize) {
+    let mut groups = [1, 2].into_iter().find(|groups| tiles * groups >= WANTED_BLOCKS).unwrap_or(4);
+    while groups > 1 && units < 2 * SLICES * groups {
+        groups /= 2;
+    }
+    (groups, units.div_ceil(SLICES * groups))
 }
 
 impl CudaDevice {
     /// `out[row] = x[row] W^T` for every row of the bound. Used by all other operations.
     pub(in crate::device::cuda) fn product(&self, x: View, weight: &CudaMatrix, rows: &CudaRows, out: View) -> Result<()> {
-        self.products_of(x, &[Part { weights: weight, out, mode: Mode::Store }], rows.bound)
+        self.products_of(x, &[Part { weights: weight, out, mode: Mode::Store }], rows.bound, &With::default())
     }
 
     /// Two products with the same activations in one launch: faster than one after the other.
     pub fn product_pair(&self, x: View, parts: [(&CudaMatrix, View); 2], rows: &CudaRows) -> Result<()> {
-        self.products_of(x, &parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store }), rows.bound)
+        self.products_of(x, &parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store }), rows.bound, &With::default())
     }
 
-    pub(super) fn products_of(&self, x: View, parts: &[Part<'_>], rows: usize) -> Result<()> {
+    /// The products of one or two matrices with the same activations.
+    pub(super) fn products_of(&self, x: View, parts: &[Part<'_>], rows: usize, with: &With) -> Result<()> {
         if rows == 0 {
             return Ok(());
         }
+        if !x.stride.is_multiple_of(4) || !x.at.is_multiple_of(16) {
+            return Err(DeviceError(format!("activations at a stride of {}: the CUDA device wants a multiple of 4", x.stride)));
+        }
         let (gpu, k) = (&self.gpu, parts[0].weights.k);
         let mut jobs = [Job::default(); 2];
-        let mut groups = 0;
+        let mut tiles = 0;
         for (job, part) in jobs.iter_mut().zip(parts) {
             let matrix = part.weights;
             assert_eq!(matrix.k, k, "products of one launch share their input");
-            let tiles = matrix.n.div_ceil(16);
             *job = Job {
                 weights: matrix.at(gpu),
                 out: part.out.at,
                 out_stride: part.out.stride as i64,
                 n: int(matrix.n),
                 mode: part.mode as i32,
-                first_group: int(groups),
-                tiles: int(tiles),
+                first_tile: int(tiles),
+                tiles: int(matrix.n.div_ceil(16)),
             };
-            groups += tiles.div_ceil(TILES);
-        }
-        if !x.stride.is_multiple_of(4) || x.at % 16 != 0 {
-            return Err(DeviceError(format!("activations at a stride of {}: the CUDA device wants a multiple of 4", x.stride)));
+            tiles += matrix.n.div_ceil(16);
         }
         let units = k / 32;
-        let (stretches, slice) = if rows > EXACT_ROWS { (1, units.div_ceil(HALVES)) } else { cut(groups, units) };
-        let (kernel, tile) = tile_of(rows);
-        let (chunks, activation_tiles) = (rows.div_ceil(tile), tile / 8);
-        let terms = 1 + usize::from(parts.iter().any(|part| part.mode == Mode::Precise));
-        let piece = (STAGED / (HALVES * activation_tiles * 512 * terms)).min(slice.next_multiple_of(DEPTH));
-        let mut scratch = self.scratch.borrow_mut();
-        let sums = TILES * 32 * 16 * activation_tiles;
-        let partial = if stretches == 1 { 0 } else { scratch.get(gpu, Use::Partial, groups * chunks * stretches * sums)? };
-        if stretches > 1 && groups * chunks > ARRIVALS {
-            return Err(DeviceError(format!("a product of {groups} x {chunks} parts, at most {ARRIVALS}")));
-        }
-        let shared = (HALVES * piece * activation_tiles * 512 * terms).max(sums);
+        let (groups, slice) = cut(tiles, units);
         let mut dense = Dense {
             x: x.at,
             x_stride: x.stride as i64,
-            partial,
-            arrived: self.products.arrivals.device_ptr(&gpu.stream).0,
+            rounded: with.rounded,
             rows: int(rows),
             units: int(units),
             slice: int(slice),
-            piece: int(piece),
-            terms: int(terms),
+            groups: int(groups),
             jobs: int(parts.len()),
+            places: int(with.places),
+            list: with.list,
+            outer: with.outer,
+            top_k: with.top_k as i64,
             job: jobs,
         };
-        let grid = (chunks as u32, groups as u32, stretches as u32);
-        // SAFETY: `Dense` mirrors the kernel's struct; weights, activations and scratch stay alive as long as graphs of them.
-        unsafe { enqueue_struct(gpu, &self.products.dense[kernel], grid, 256, shared, &mut dense)? };
+        if rows >= WIDE_ROWS {
+            let tile_groups: usize = parts.iter().map(|part| part.weights.n.div_ceil(64)).sum();
+            let grid = (rows.div_ceil(128) as u32, tile_groups as u32, 1);
+            // SAFETY: `Dense` mirrors the kernels' struct; weights, activations and scratch live as long as graphs of them.
+            unsafe { enqueue_struct(gpu, &self.products.dense_wide, grid, 256, WIDE_SHARED, 1, &mut dense)? };
+        } else {
+            let (kernel, tile) = tile_of(rows);
+            let grid = (groups as u32, rows.div_ceil(tile) as u32, tiles as u32);
+            let shared = RINGS + (SLICES + groups - 1) * (tile / 8) * 512;
+            // SAFETY: as above.
+            unsafe { enqueue_struct(gpu, &self.products.dense[kernel], grid, 256, shared, groups as u32, &mut dense)? };
+        }
         Ok(())
     }
 
-    /// `silu(gate) * up` of a SwiGLU block into scratch `[rows, inner]`, with another product of the same input beside it.
-    pub(super) fn gated(&self, x: View, gate_up: &CudaMatrix, beside: Option<Part<'_>>, rows: usize) -> Result<View> {
+    /// `silu(gate) * up` of a SwiGLU block into scratch `[rows, inner]`; beside it, in the same launch, another product of the same
+    /// input and the input itself as bf16.
+    pub(super) fn gated(&self, x: View, gate_up: &CudaMatrix, beside: Option<(Part<'_>, CUdeviceptr)>, rows: usize) -> Result<View> {
         let inner = gate_up.n / 2;
         if !inner.is_multiple_of(8) {
             return Err(DeviceError(format!("a SwiGLU block of {inner} inner columns: the CUDA device wants a multiple of 8")));
@@ -157,8 +172,8 @@ impl CudaDevice {
         let out = View { at, stride: inner };
         let gated = Part { weights: gate_up, out, mode: Mode::SwiGlu };
         match beside {
-            Some(part) => self.products_of(x, &[part, gated], rows)?,
-            None => self.products_of(x, &[gated], rows)?,
+            Some((part, rounded)) => self.products_of(x, &[part, gated], rows, &With { rounded, ..With::default() })?,
+            None => self.products_of(x, &[gated], rows, &With::default())?,
         }
         Ok(out)
     }
@@ -181,28 +196,18 @@ mod tests {
 
     #[test]
     fn every_unit_of_k_belongs_to_one_slice() {
-        for (n, k) in [
-            (2112, 7168),
-            (1536, 7168),
-            (576, 7168),
-            (1536, 1536),
-            (7168, 1024),
-            (896, 7168),
-            (7168, 256),
-            (20480, 7168),
-            (256, 128),
-            (16, 32),
-        ] {
-            let (groups, units) = (usize::div_ceil(n, 64), k / 32);
-            let (stretches, slice) = cut(groups, units);
-            assert!(stretches * HALVES * slice >= units, "{n} x {k}: {stretches} stretches of 2 x {slice} cover {units}");
-            assert!((stretches - 1) * HALVES * slice < units, "{n} x {k}: the last stretch is empty");
+        let shapes = [(2112, 7168), (576, 7168), (1536, 1536), (7168, 1024), (896, 7168), (7168, 256), (20480, 7168), (256, 128), (16, 32)];
+        for (n, k) in shapes {
+            let (tiles, units) = (usize::div_ceil(n, 16), k / 32);
+            let (groups, slice) = cut(tiles, units);
+            assert!(groups * SLICES * slice >= units, "{n} x {k}: {groups} groups of 8 x {slice} cover {units}");
+            assert!((groups - 1) * SLICES * slice < units, "{n} x {k}: the last group is empty");
         }
-        assert_eq!(cut(33, 224), (8, 14), "q_a and kv_a fill 132 multiprocessors twice");
+        assert_eq!(cut(132, 224), (2, 14), "q_a and kv_a: two blocks a multiprocessor");
     }
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 136));
+        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 152));
     }
 }

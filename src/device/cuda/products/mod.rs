@@ -3,7 +3,7 @@
 //! Every operation only enqueues, with launches sized by the rows' bound, so it can be recorded into a graph. Kernels are launched
 //! as programmatic dependents: a kernel's first weights are on their way while its predecessor still drains.
 //!
-//! Whatever `Numerics` says, up to [`EXACT_ROWS`] rows a row's sums are taken in an order that depends on the matrix alone.
+//! Whatever `Numerics` says, a row's sums are taken in an order that depends on the matrices alone, never on the other rows.
 
 pub mod experts;
 mod linear;
@@ -22,24 +22,16 @@ use super::gpu::Gpu;
 pub use experts::CudaExperts;
 pub use routing::HostRoutes;
 
-/// Passes of up to this many rows sum in an order that does not depend on their number; longer ones are prompt chunks.
-pub const EXACT_ROWS: usize = 512;
-
-/// Places where blocks that share a sum count their arrivals.
-const ARRIVALS: usize = 1 << 16;
-
 /// The kernels of this module.
 pub struct Products {
     dense: [CudaFunction; 3],
+    dense_wide: CudaFunction,
     gate_up: [CudaFunction; 3],
     down: [CudaFunction; 3],
-    combine: CudaFunction,
     tile_int4: CudaFunction,
     unpack_int4: CudaFunction,
     random_int4: CudaFunction,
-    route_all: CudaFunction,
-    route_choose: CudaFunction,
-    route_sort: CudaFunction,
+    route: CudaFunction,
     embed: CudaFunction,
     rms_norm: CudaFunction,
     add_rows: CudaFunction,
@@ -48,8 +40,8 @@ pub struct Products {
     tile_weights: CudaFunction,
     untile_weights: CudaFunction,
     random_weights: CudaFunction,
-    /// Zeros between launches; the last block of a sum puts its zero back.
-    arrivals: CudaSlice<u32>,
+    /// Blocks of the routing kernel that are done; zero between launches.
+    arrived: CudaSlice<u32>,
     /// Benches: experts are chosen uniformly, by a hash of layer and row.
     uniform_routing: std::cell::Cell<bool>,
 }
@@ -64,15 +56,13 @@ impl Products {
         };
         Ok(Self {
             dense: by_tiles(&dense, "dense", MAX_SHARED)?,
+            dense_wide: gpu.function(&gpu.module("products_wide")?, "dense_wide", MAX_SHARED)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
-            combine: gpu.function(&experts, "combine", 0)?,
             tile_int4: gpu.function(&experts, "tile_int4", 0)?,
             unpack_int4: gpu.function(&experts, "unpack_int4", 0)?,
             random_int4: gpu.function(&experts, "random_int4", 0)?,
-            route_all: gpu.function(&routing, "route_all", 0)?,
-            route_choose: gpu.function(&routing, "route_choose", 0)?,
-            route_sort: gpu.function(&routing, "route_sort", 0)?,
+            route: gpu.function(&routing, "route", 0)?,
             embed: gpu.function(&rows, "embed", 0)?,
             rms_norm: gpu.function(&rows, "rms_norm", 0)?,
             add_rows: gpu.function(&rows, "add_rows", 0)?,
@@ -81,7 +71,7 @@ impl Products {
             tile_weights: gpu.function(&rows, "tile_weights", 0)?,
             untile_weights: gpu.function(&rows, "untile_weights", 0)?,
             random_weights: gpu.function(&rows, "random_weights", 0)?,
-            arrivals: gpu.stream.alloc_zeros(ARRIVALS).during("allocating arrival counters")?,
+            arrived: gpu.stream.alloc_zeros(1).during("allocating a counter")?,
             uniform_routing: std::cell::Cell::new(false),
         })
     }
@@ -106,7 +96,7 @@ fn tile_of(rows: usize) -> (usize, usize) {
     }
 }
 
-/// Enqueues one kernel as a programmatic dependent of the one before it. May be captured.
+/// Enqueues one kernel as a programmatic dependent of the one before it, in clusters of `cluster` blocks along x. May be captured.
 ///
 /// # Safety
 /// `arguments` point at the kernel's parameters in order; device pointers in them stay valid until it (or the last replay of a
@@ -117,14 +107,19 @@ unsafe fn enqueue(
     grid: (u32, u32, u32),
     threads: u32,
     shared: u32,
+    cluster: u32,
     arguments: &mut [*mut c_void],
 ) -> Result<(), CudaError> {
     gpu.context.bind_to_thread().during("binding the context")?;
-    let mut attribute = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    use sys::CUlaunchAttributeID::{
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as DEPENDENT,
     };
+    let dims = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+    let mut attributes = [
+        (DEPENDENT, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 }),
+        (CLUSTER, sys::CUlaunchAttributeValue { clusterDim: dims }),
+    ]
+    .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
     let config = sys::CUlaunchConfig {
         gridDimX: grid.0,
         gridDimY: grid.1,
@@ -134,10 +129,10 @@ unsafe fn enqueue(
         blockDimZ: 1,
         sharedMemBytes: shared,
         hStream: gpu.stream.cu_stream(),
-        attrs: &raw mut attribute,
-        numAttrs: 1,
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: if cluster > 1 { 2 } else { 1 },
     };
-    // SAFETY: `config` and its attribute outlive the call; the rest is promised by the caller.
+    // SAFETY: `config` and its attributes outlive the call; the rest is promised by the caller.
     unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
         .result()
         .during("launching a kernel")
@@ -159,7 +154,7 @@ unsafe fn enqueue_values(
         *pointer = (&raw mut *value).cast();
     }
     // SAFETY: promised by the caller.
-    unsafe { enqueue(gpu, function, grid, threads, 0, &mut pointers[..values.len()]) }
+    unsafe { enqueue(gpu, function, grid, threads, 0, 1, &mut pointers[..values.len()]) }
 }
 
 /// The same for a kernel with one struct as its parameter.
@@ -172,10 +167,11 @@ unsafe fn enqueue_struct<T>(
     grid: (u32, u32, u32),
     threads: u32,
     shared: usize,
+    cluster: u32,
     parameters: &mut T,
 ) -> Result<(), CudaError> {
     // SAFETY: promised by the caller.
-    unsafe { enqueue(gpu, function, grid, threads, shared as u32, &mut [(&raw mut *parameters).cast()]) }
+    unsafe { enqueue(gpu, function, grid, threads, shared as u32, cluster, &mut [(&raw mut *parameters).cast()]) }
 }
 
 /// A number that the kernels count in 32 bits.

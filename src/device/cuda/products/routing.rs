@@ -17,6 +17,7 @@ struct Routing {
     bias: CUdeviceptr,
     list: CUdeviceptr,
     counts: CUdeviceptr,
+    arrived: CUdeviceptr,
     places: i32,
     rows: i32,
     experts: i32,
@@ -49,6 +50,13 @@ pub struct WorkList {
     pub entries: usize,
 }
 
+impl WorkList {
+    /// Blocks of the grouped products that fit a multiprocessor: their kernels are bounded in registers for it.
+    pub(super) fn blocks_per_multiprocessor(&self) -> u32 {
+        if self.rows_per_entry == 8 { 3 } else { 2 }
+    }
+}
+
 /// Routes read back: for tests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostRoutes {
@@ -62,8 +70,8 @@ pub struct HostRoutes {
 const HEADER: usize = 256;
 const ENTRY: usize = 16;
 const MAX_EXPERTS: usize = 512;
-/// Rows up to which one block does everything.
-const ONE_BLOCK: usize = 64;
+/// Choices of one row.
+const MAX_TOP: usize = 32;
 
 /// Rows of one entry: enough that an expert's weights are unpacked once for most of its rows.
 fn rows_per_entry(rows: usize, top_k: usize, experts: usize) -> usize {
@@ -78,9 +86,9 @@ impl CudaDevice {
     pub(super) fn route(&self, router: &Router<'_>, rows: &CudaRows) -> Result<WorkList> {
         let (bound, experts, top_k) = (rows.bound, router.experts, router.top_k);
         let places = (bound * top_k).next_multiple_of(64);
-        if experts > MAX_EXPERTS || top_k > 32 || places > usize::from(u16::MAX) {
+        if experts > MAX_EXPERTS || top_k > MAX_TOP || places > usize::from(u16::MAX) {
             return Err(DeviceError(format!(
-                "{bound} rows with {top_k} of {experts} experts: the CUDA device takes {MAX_EXPERTS} experts, 32 of them, and 65535 choices a pass; use smaller prompt chunks"
+                "{bound} rows with {top_k} of {experts} experts: the CUDA device takes {MAX_EXPERTS} experts, {MAX_TOP} of them, and 65535 choices a pass; use smaller prompt chunks"
             )));
         }
         let bytes = HEADER + places * (4 + 4 + 4) + (places + 1) * ENTRY;
@@ -91,6 +99,7 @@ impl CudaDevice {
             bias: router.bias.at(&self.gpu),
             list: at,
             counts: rows.counts.device_ptr(&self.gpu.stream).0,
+            arrived: self.products.arrived.device_ptr(&self.gpu.stream).0,
             places: int(places),
             rows: int(bound),
             experts: int(experts),
@@ -100,16 +109,8 @@ impl CudaDevice {
             uniform: i32::from(self.products.uniform_routing.get()),
             layer: int(router.layer),
         };
-        let products = &self.products;
-        // SAFETY: `Routing` mirrors the kernels' struct; the list has room for every choice of the bound.
-        unsafe {
-            if bound <= ONE_BLOCK {
-                enqueue_struct(&self.gpu, &products.route_all, (1, 1, 1), 1024, 0, &mut routing)?;
-            } else {
-                enqueue_struct(&self.gpu, &products.route_choose, (bound.div_ceil(8) as u32, 1, 1), 256, 0, &mut routing)?;
-                enqueue_struct(&self.gpu, &products.route_sort, (1, 1, 1), 1024, 0, &mut routing)?;
-            }
-        }
+        // SAFETY: `Routing` mirrors the kernel's struct; the list has room for every choice of the bound.
+        unsafe { enqueue_struct(&self.gpu, &self.products.route, (bound as u32, 1, 1), MAX_EXPERTS as u32, 0, 1, &mut routing)? };
         let entries = (bound * top_k).min(experts + bound * top_k / rows_per_entry);
         Ok(WorkList { at, places, rows_per_entry, entries })
     }
@@ -148,6 +149,6 @@ mod tests {
 
     #[test]
     fn the_mirror_has_the_size_the_kernel_asserts() {
-        assert_eq!(size_of::<Routing>(), 64);
+        assert_eq!(size_of::<Routing>(), 72);
     }
 }

@@ -40,7 +40,7 @@ impl CudaDevice {
             return Ok(());
         }
         // SAFETY: the parameters of embed, whose buffers belong to the model and the round.
-        unsafe { enqueue(gpu, &self.products.embed, (rows.bound as u32, 1, 1), 256, 0, &mut arguments)? };
+        unsafe { enqueue(gpu, &self.products.embed, (rows.bound as u32, 1, 1), 256, 0, 1, &mut arguments)? };
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl CudaDevice {
             pointer(&mut last_at),
         ];
         // SAFETY: the parameters of keep_last.
-        unsafe { enqueue(gpu, &self.products.keep_last, (1, 1, 1), 1024, 0, &mut arguments)? };
+        unsafe { enqueue(gpu, &self.products.keep_last, (1, 1, 1), 1024, 0, 1, &mut arguments)? };
         Ok(())
     }
 }
