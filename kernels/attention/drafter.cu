@@ -34,6 +34,7 @@ constexpr int kThreads = 128;
 constexpr int kQueryRows = 64;         // a block of attend_block: 16 a warp
 constexpr int kShortest = 128;         // keys a piece has at least
 constexpr int kSlotTiles = 4;
+constexpr int kMostPieces = 128;       // pieces a request's keys are cut into at most, whatever the launch asks for
 
 // One head vector, by a warp: RMSNorm and half-split rotation where `weight` is given, else a copy.
 template <int kHead>
@@ -170,7 +171,11 @@ __device__ void attend(const Shape& s) {
     const int at = begin + tile * kKeys;
     const int from[2] = {first_key[0] - at, first_key[1] - at};
     const int until[2] = {min(last_key[0], end) - at, min(last_key[1], end) - at};
-    w.tile(&sm.keys[tile % 2][0][0], &sm.values[tile % 2][0][0], scale_log2, true, from, until);
+    typename Flash<kHead, kHead>::Scores scores;
+    w.score(&sm.keys[tile % 2][0][0], scores);
+    w.hide(scores, from, until);
+    w.soften(scores, scale_log2);
+    w.add(scores, &sm.values[tile % 2][0][0]);
   }
   const int64_t state = (static_cast<int64_t>(blockIdx.y) * s.most_pieces + piece) * s.query_rows;
 #pragma unroll
@@ -195,15 +200,26 @@ __device__ void merge(const Shape& s, float* out) {
   const int group = s.groups[row];
   const Block b(s, group);
   const int64_t state = (static_cast<int64_t>(group) * s.kv_heads + head / per_kv) * s.most_pieces * s.query_rows + (row - b.first) * per_kv + head % per_kv;
+  // Every thread weighs pieces, then all add all, in order.
+  __shared__ float weights[kMostPieces], tops[kHead / 32];
   float m = -INFINITY;
-  for (int piece = 0; piece < b.pieces; ++piece) m = fmaxf(m, s.sums[state + static_cast<int64_t>(piece) * s.query_rows].x);
+  for (int piece = threadIdx.x; piece < b.pieces; piece += kHead) {
+    const float2 sum = s.sums[state + static_cast<int64_t>(piece) * s.query_rows];
+    weights[piece] = sum.x;
+    m = fmaxf(m, sum.x);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kHead / 32; ++warp) m = fmaxf(m, tops[warp]);
   float total = 0.0f, value = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
   for (int piece = 0; piece < b.pieces; ++piece) {
     const int64_t at = state + static_cast<int64_t>(piece) * s.query_rows;
-    const float2 sum = s.sums[at];
-    const float weight = exp2_fast(sum.x - m);
-    total += weight * sum.y;
+    const float weight = exp2_fast(weights[piece] - m);
+    total += weight * s.sums[at].y;
     value += weight * s.outputs[at * kHead + threadIdx.x];
   }
   *to = value / total;

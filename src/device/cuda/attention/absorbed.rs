@@ -18,8 +18,8 @@ use crate::device::cuda::verify::{self, Call, Kernel, Numerics, TREE_SHARED, Tun
 use crate::device::{DeviceError, KernelFault, MlaShape, Result, Verify};
 use crate::model::tensor::Matrix;
 
-/// Rows from which on a block absorbs or expands 64 rows at once instead of 16. The bits are the same.
-const MANY_ROWS: usize = 32;
+/// Rows beyond which a block absorbs or expands 64 rows at once instead of 16: faster from there on, with the same bits.
+const MANY_ROWS: usize = 128;
 /// Shared memory of expand_outputs_many; absorbed.cu asserts the same.
 pub const EXPAND_MANY_SHARED: u32 = 69_632;
 

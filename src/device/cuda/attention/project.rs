@@ -12,6 +12,8 @@ use crate::device::cuda::scratch::Use;
 use crate::device::{DeviceError, MlaProjection, MlaShape, Result};
 
 const THREADS: u32 = 256;
+/// Values a row that norm_low_rank holds in registers.
+const MOST_LOW_RANK: usize = 2048;
 
 impl CudaDevice {
     #[allow(clippy::too_many_arguments)]
@@ -29,6 +31,10 @@ impl CudaDevice {
         if q.width != shape.heads * QUERY || weights.kv_a.n != ROW || weights.kv_a_norm.data.len() != LATENT {
             let (width, outputs) = (q.width, weights.kv_a.n);
             return Err(DeviceError(format!("queries of {width} and latents of {outputs} columns do not fit {} heads", shape.heads)));
+        }
+        if !weights.q_a.n.is_multiple_of(4) || weights.q_a.n > MOST_LOW_RANK {
+            let rank = weights.q_a.n;
+            return Err(DeviceError(format!("q_lora_rank is {rank}, the CUDA kernels want a multiple of 4 up to {MOST_LOW_RANK}")));
         }
         if rows.bound == 0 {
             return Ok(());
