@@ -19,6 +19,8 @@ fn build() -> Option<PathBuf> {
 }
 
 const UNITS: [&str; 3] = ["verify_baseline", "verify_tree", "verify_merge"];
+/// What stands around the verify kernels in a pass.
+const ATTENTION: [&str; 5] = ["attention_absorbed", "attention_drafter", "attention_project", "attention_prompt", "attention_validate"];
 const TARGETS: [&str; 2] = ["sm_90a", "sm_120a"];
 
 /// Bytes that may be spilled: none but for two known cases of a few words a step of 32 tokens. `exact` at 64 rows on sm_120 is one
@@ -81,6 +83,16 @@ fn no_kernel_spills_and_every_kernel_fits_the_shared_memory_of_sm_120() {
                     TREE_SHARED.iter().find(|(rows, _)| usage.kernel.starts_with(&format!("verify_tree_{rows}_"))).map_or(0, |t| t.1);
                 assert!(usage.static_shared + dynamic <= SHARED_LIMIT, "{target}: {usage:?} with {dynamic} bytes dynamic");
             }
+        }
+    }
+}
+
+#[test]
+fn no_attention_kernel_spills() {
+    let Some(folder) = build() else { return };
+    for (unit, target) in ATTENTION.iter().flat_map(|unit| TARGETS.map(|target| (unit, target))) {
+        for usage in report(&folder, unit, target) {
+            assert_eq!(usage.spill_bytes, 0, "{target} spills: {usage:?}");
         }
     }
 }

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "copy.cuh"
+#include "dependents.cuh"
 #include "flash.cuh"
 #include "reduce.cuh"
 
@@ -68,6 +69,8 @@ template <int kHead>
 __device__ void prepare(const float* x, int queries, int keys, const float* q_norm, const float* k_norm, float eps, const float* cos,
                         const float* sin, const uint32_t* counts, const uint32_t* positions, const int32_t* slots, __nv_bfloat16* to) {
   const int row = blockIdx.x, head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32, heads = queries + 2 * keys;
+  let_successor_start();
+  wait_for_predecessor();
   if (head >= heads || row >= counts[0]) return;
   const int place = slots ? slots[row] : row;
   if (place < 0) return;
@@ -107,6 +110,8 @@ __device__ void attend(const Shape& s) {
   Shared<kHead>& sm = *reinterpret_cast<Shared<kHead>*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = blockIdx.y / s.kv_heads, kv_head = blockIdx.y % s.kv_heads, piece = blockIdx.z;
+  let_successor_start();
+  wait_for_predecessor();
   if (group >= s.counts[1]) return;
   const Block b(s, group);
   const int per_kv = s.heads / s.kv_heads, tile0 = kQueryRows * blockIdx.x;
@@ -193,6 +198,8 @@ template <int kHead>
 __device__ void merge(const Shape& s, float* out) {
   const int row = blockIdx.x, head = blockIdx.y, per_kv = s.heads / s.kv_heads;
   float* to = out + (static_cast<int64_t>(row) * s.heads + head) * kHead + threadIdx.x;
+  let_successor_start();
+  wait_for_predecessor();
   if (row >= s.counts[0]) {
     *to = 0.0f;
     return;

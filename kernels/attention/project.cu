@@ -2,6 +2,7 @@
 // norm, rotation and cache write of the latents. Called by project_latents (src/device/cuda/attention/project.rs).
 #include <cuda_bf16.h>
 
+#include "dependents.cuh"
 #include "reduce.cuh"
 #include "shape.cuh"
 
@@ -15,14 +16,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const float4* from = reinterpret_cast<const float4*>(x + static_cast<int64_t>(blockIdx.x) * width);
   float4* to = reinterpret_cast<float4*>(out + static_cast<int64_t>(blockIdx.x) * width);
   const float4 zero = make_float4(0, 0, 0, 0);
-  const bool live = blockIdx.x < counts[0];
   float4 value[2], factor[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int at = threadIdx.x + i * kThreads;
+    factor[i] = at < width / 4 ? reinterpret_cast<const float4*>(weight)[at] : zero;
+  }
+  let_successor_start();
+  wait_for_predecessor();
+  const bool live = blockIdx.x < counts[0];
   float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = threadIdx.x + i * kThreads;
     value[i] = live && at < width / 4 ? from[at] : zero;
-    factor[i] = at < width / 4 ? reinterpret_cast<const float4*>(weight)[at] : zero;
     square += (value[i].x * value[i].x + value[i].y * value[i].y) + (value[i].z * value[i].z + value[i].w * value[i].w);
   }
   const float scale = 1.0f / sqrtf(block_sum<kThreads / 32>(square, sums) / width + eps);
@@ -44,6 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                      const uint32_t* counts, const uint32_t* positions, const int32_t* slots, __nv_bfloat16* cache) {
   __shared__ float sums[kThreads / 32];
   const int row = blockIdx.x, t = threadIdx.x;
+  const float2 norm = reinterpret_cast<const float2*>(weight)[t];
+  let_successor_start();
+  wait_for_predecessor();
   if (row >= counts[0]) return;
   const int64_t angle = static_cast<int64_t>(positions[row]) * (kRope / 2);
   float* queries = q + static_cast<int64_t>(row) * heads * kQuery;
@@ -54,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   static_assert(kLatent == 2 * kThreads, "a thread has two latent columns");
   const float2* latent = reinterpret_cast<const float2*>(latents + static_cast<int64_t>(row) * kRow);
-  const float2 x = latent[t], norm = reinterpret_cast<const float2*>(weight)[t];
+  const float2 x = latent[t];
   const int slot = slots[row];
   const float factor = 1.0f / sqrtf(block_sum<kThreads / 32>(x.x * x.x + x.y * x.y, sums) / kLatent + eps);
   if (slot < 0) return;

@@ -178,7 +178,7 @@ impl CudaDevice {
         ];
         let grid = (8, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: argument types as in absorbed.cu; every buffer holds `bound` rows.
-        Ok(unsafe { gpu.enqueue(kernel, grid, 128, 0, arguments)? })
+        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? })
     }
 
     /// `W_UV` times the latent outputs.
@@ -198,7 +198,7 @@ impl CudaDevice {
         ];
         let grid = (columns, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: as above.
-        Ok(unsafe { gpu.enqueue(kernel, grid, 128, shared, arguments)? })
+        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? })
     }
 
     fn compare(&self, shape: MlaShape, rows: &CudaRows, baseline: CUdeviceptr, custom: CUdeviceptr, layer: usize) -> Result<()> {

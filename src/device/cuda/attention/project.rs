@@ -1,4 +1,4 @@
-//! Projections into queries and the latent cache: three products, one norm between two of them, and one kernel that rotates the
+//! Projections into queries and the latent cache: three products (two of them in one launch), a norm between them, and one kernel that rotates the
 //! queries, norms and rotates the latents and writes them to their slots.
 
 use cudarc::driver::DevicePtr;
@@ -47,11 +47,10 @@ impl CudaDevice {
         let counts = rows.counts.device_ptr(&gpu.stream).0;
         let grid = (rows.bound as u32, 1, 1);
 
-        self.product(h.view(gpu), &weights.kv_a, rows, latent)?;
-        self.product(h.view(gpu), &weights.q_a, rows, low)?;
+        self.product_pair(h.view(gpu), [(&weights.q_a, low), (&weights.kv_a, latent)], rows)?;
         let norm = &mut [low.at, weights.q_a_norm.at(gpu), weights.eps.bits(), (rank as i32).bits(), counts, normed.at];
         // SAFETY: argument types as in project.cu; both buffers hold `bound` rows of `rank` values.
-        unsafe { gpu.enqueue(&self.attention.kernels.norm_low_rank, grid, THREADS, 0, norm)? };
+        unsafe { gpu.enqueue_dependent(&self.attention.kernels.norm_low_rank, grid, THREADS, 0, norm)? };
         self.product(normed, &weights.q_b, rows, queries)?;
 
         let (cos, sin) = rope(&self.attention.target_rope, "target", ROPE / 2)?.at(gpu);
@@ -71,7 +70,7 @@ impl CudaDevice {
             cache,
         ];
         // SAFETY: argument types as in project.cu; live rows have positions within the rotary table and slots within the cache.
-        unsafe { gpu.enqueue(&self.attention.kernels.rotate_and_store, grid, THREADS, 0, store)? };
+        unsafe { gpu.enqueue_dependent(&self.attention.kernels.rotate_and_store, grid, THREADS, 0, store)? };
         Ok(())
     }
 }
