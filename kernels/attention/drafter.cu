@@ -35,7 +35,6 @@ constexpr int kThreads = 128;
 constexpr int kQueryRows = 64;         // a block of attend_block: 16 a warp
 constexpr int kShortest = 128;         // keys a piece has at least
 constexpr int kSlotTiles = 4;
-constexpr int kMostPieces = 128;       // pieces a request's keys are cut into at most, whatever the launch asks for
 
 // One head vector, by a warp: RMSNorm and half-split rotation where `weight` is given, else a copy.
 template <int kHead>
@@ -193,43 +192,53 @@ __device__ void attend(const Shape& s) {
   }
 }
 
-// Joins the pieces of one row and head, in order. Grid (rows, heads), one thread a column; padding rows become zeros.
+// Joins the pieces of one row and head: four groups of threads add every fourth piece, then the four sums are added in order. Grid
+// (rows, heads), kHead threads with four columns each; padding rows become zeros.
 template <int kHead>
 __device__ void merge(const Shape& s, float* out) {
+  constexpr int kPhases = 4, kColumns = kHead / 4;       // threads a phase
+  __shared__ float4 parts[kPhases][kColumns];
+  __shared__ float2 totals[kPhases];
   const int row = blockIdx.x, head = blockIdx.y, per_kv = s.heads / s.kv_heads;
-  float* to = out + (static_cast<int64_t>(row) * s.heads + head) * kHead + threadIdx.x;
+  const int column = threadIdx.x % kColumns, phase = threadIdx.x / kColumns;
+  float4* to = reinterpret_cast<float4*>(out + (static_cast<int64_t>(row) * s.heads + head) * kHead) + column;
   let_successor_start();
   wait_for_predecessor();
   if (row >= s.counts[0]) {
-    *to = 0.0f;
+    if (phase == 0) *to = make_float4(0, 0, 0, 0);
     return;
   }
   const int group = s.groups[row];
   const Block b(s, group);
   const int64_t state = (static_cast<int64_t>(group) * s.kv_heads + head / per_kv) * s.most_pieces * s.query_rows + (row - b.first) * per_kv + head % per_kv;
-  // Every thread weighs pieces, then all add all, in order.
-  __shared__ float weights[kMostPieces], tops[kHead / 32];
-  float m = -INFINITY;
-  for (int piece = threadIdx.x; piece < b.pieces; piece += kHead) {
-    const float2 sum = s.sums[state + static_cast<int64_t>(piece) * s.query_rows];
-    weights[piece] = sum.x;
-    m = fmaxf(m, sum.x);
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
-  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kHead / 32; ++warp) m = fmaxf(m, tops[warp]);
-  float total = 0.0f, value = 0.0f;
-#pragma unroll 8
-  for (int piece = 0; piece < b.pieces; ++piece) {
+  float m = -INFINITY, total = 0.0f;
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int piece = phase; piece < b.pieces; piece += kPhases) {
     const int64_t at = state + static_cast<int64_t>(piece) * s.query_rows;
-    const float weight = exp2_fast(weights[piece] - m);
-    total += weight * s.sums[at].y;
-    value += weight * s.outputs[at * kHead + threadIdx.x];
+    const float2 stats = s.sums[at];
+    const float4 x = reinterpret_cast<const float4*>(s.outputs + at * kHead)[column];
+    const float top = fmaxf(m, stats.x), base = top == -INFINITY ? 0.0f : top;
+    const float old = exp2_fast(m - base), weight = exp2_fast(stats.x - base);
+    m = top, total = total * old + weight * stats.y;
+    sum = make_float4(sum.x * old + weight * x.x, sum.y * old + weight * x.y, sum.z * old + weight * x.z, sum.w * old + weight * x.w);
   }
-  *to = value / total;
+  parts[phase][column] = sum;
+  if (column == 0) totals[phase] = make_float2(m, total);
+  __syncthreads();
+  if (phase > 0) return;
+  float top = totals[0].x;
+#pragma unroll
+  for (int i = 1; i < kPhases; ++i) top = fmaxf(top, totals[i].x);
+  total = 0.0f, sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kPhases; ++i) {
+    const float weight = exp2_fast(totals[i].x - top);
+    const float4 x = parts[i][column];
+    total += weight * totals[i].y;
+    sum = make_float4(sum.x + weight * x.x, sum.y + weight * x.y, sum.z + weight * x.z, sum.w + weight * x.w);
+  }
+  *to = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
 }
 
 }  // namespace

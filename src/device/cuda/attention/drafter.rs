@@ -20,7 +20,7 @@ pub const SHARED: [u32; 2] = [37_888, 70_656];
 const THREADS: u32 = 128;
 /// Query rows of a block of attend_block.
 const QUERY_TILE: usize = 64;
-/// Pieces that a request's context is cut into at most (drafter.cu has room for as many): by the card in `fast`, fixed in `exact`.
+/// Pieces that a request's context is cut into at most: by the card in `fast`, fixed in `exact`.
 const MOST_PIECES: usize = 128;
 const FEWEST_PIECES: usize = 4;
 const EXACT_PIECES: usize = 32;
