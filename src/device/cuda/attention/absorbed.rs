@@ -116,6 +116,8 @@ impl CudaDevice {
         let items = rows.bound * shape.heads;
         let queries = scratch(self, Use::Queries, items * ROW * 2)?;
         let outputs = scratch(self, Use::Outputs, items * LATENT * 2)?;
+        // Reserved in every mode, because the mode may change once scratch is frozen.
+        let second = scratch(self, Use::Second, items * LATENT * 2)?;
         let lse = scratch(self, Use::Lse, items * 4)?;
         self.absorb(weights, q, rows, queries)?;
         let pointers = rows.pointers(&self.gpu);
@@ -143,7 +145,6 @@ impl CudaDevice {
             Verify::Off => launch(Kernel::Baseline, &call)?,
             Verify::On => launch(Kernel::Tree, &self.with_fault(launchers, rows, call)?)?,
             Verify::Validate => {
-                let second = scratch(self, Use::Second, items * LATENT * 2)?;
                 launch(Kernel::Tree, &Call { out: second, ..self.with_fault(launchers, rows, call)? })?;
                 launch(Kernel::Baseline, &call)?;
                 self.compare(shape, rows, outputs, second, layer)?;
