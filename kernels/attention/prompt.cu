@@ -9,6 +9,8 @@
 
 namespace {
 
+constexpr int kThreads = 256;
+
 // Slot of position `p`: of the committed prefix by the request's table, of the chunk by its own rows.
 struct Places {
   const int32_t* table;
@@ -17,28 +19,28 @@ struct Places {
   __device__ int slot(int p) const { return p >= keys ? -1 : p < prefix ? table[p] : own[p - prefix]; }
 };
 
-// Expansion: 128 tokens x 128 rows of kv_b_proj a block, four warps of 64 x 64, 32 of the 512 latent columns a step.
-constexpr int kExpandThreads = 128, kTokens = 128, kOutputs = 128, kStep = 32, kStepStride = kStep + 8, kStages = 4;
+// Expansion: 128 tokens x 128 rows of kv_b_proj a block, 64 of the 512 latent columns a step.
+constexpr int kTokens = 128, kOutputs = 128, kStep = 64, kStepStride = kStep + 8;
 struct ExpandShared {
-  __nv_bfloat16 a[kStages][kTokens][kStepStride];
-  __nv_bfloat16 b[kStages][kOutputs][kStepStride];
+  __nv_bfloat16 a[2][kTokens][kStepStride];
+  __nv_bfloat16 b[2][kOutputs][kStepStride];
 };
 
 // Attention: eight warps with 16 query rows each of one head.
-constexpr int kThreads = 256, kQueries = 128;
+constexpr int kQueries = 128;
 using Warp = Flash<kQuery, kValue>;
 struct AttendShared {
   __nv_bfloat16 keys[2][kKeys][Warp::kKeyStride];
   __nv_bfloat16 values[2][kKeys][Warp::kValueStride];
 };
 
-static_assert(sizeof(ExpandShared) == 81920 && sizeof(AttendShared) == 86016, "reserved by src/device/cuda/attention/prompt.rs");
+static_assert(sizeof(ExpandShared) == 73728 && sizeof(AttendShared) == 86016, "reserved by src/device/cuda/attention/prompt.rs");
 
 }  // namespace
 
 // Keys and values of positions first .. first + tokens: `expanded` [token][head][128 key | 128 value] and `rope` [token][64].
 // Grid (heads x 2, token tiles). Positions past the last key become zeros.
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads)
     expand_segment(const __nv_bfloat16* cache, const __nv_bfloat16* kv_b, const int32_t* tables, const int32_t* begins, const int32_t* own,
                    int prefix, int keys, int first, int heads, __nv_bfloat16* expanded, __nv_bfloat16* rope) {
   extern __shared__ __align__(16) uint8_t expand_memory[];
@@ -48,56 +50,54 @@ extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
   const Places places{tables + begins[0], own, prefix, keys};
 
   // A thread fetches the same 16-byte chunk of four tokens and of four weight rows in every step.
-  const int chunk = threadIdx.x % 4, line = threadIdx.x / 4;
+  const int chunk = threadIdx.x % 8, line = threadIdx.x / 8;
   const __nv_bfloat16* token_at[4];
   bool present[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int slot = places.slot(first + token0 + line + 32 * i);
     present[i] = slot >= 0;
-    token_at[i] = cache + static_cast<int64_t>(max(slot, 0)) * kRow + 8 * chunk;
+    token_at[i] = cache + static_cast<int64_t>(max(slot, 0)) * kRow;
   }
-  const __nv_bfloat16* weights = kv_b + static_cast<int64_t>(output0 + line) * kLatent + 8 * chunk;
   const auto fetch = [&](int step) {
-    if (step < kLatent / kStep) {
+    const int stage = step % 2, column = kStep * step + 8 * chunk;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        copy16(smem_addr(&sm.a[step % kStages][line + 32 * i][8 * chunk]), token_at[i] + kStep * step, present[i]);
-        copy16(smem_addr(&sm.b[step % kStages][line + 32 * i][8 * chunk]), weights + 32 * i * kLatent + kStep * step);
-      }
+    for (int i = 0; i < 4; ++i) {
+      copy16(smem_addr(&sm.a[stage][line + 32 * i][8 * chunk]), token_at[i] + column, present[i]);
+      copy16(smem_addr(&sm.b[stage][line + 32 * i][8 * chunk]), kv_b + static_cast<int64_t>(output0 + line + 32 * i) * kLatent + column);
     }
     copy_commit();
   };
-  for (int step = 0; step < kStages - 1; ++step) fetch(step);
+  fetch(0);
   if (blockIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int column = i % 2 * 32;
-      const uint4 part = present[i / 2] ? *reinterpret_cast<const uint4*>(token_at[i / 2] + kLatent + column) : make_uint4(0, 0, 0, 0);
-      *reinterpret_cast<uint4*>(rope + static_cast<int64_t>(token0 + line + 32 * (i / 2)) * kRope + column + 8 * chunk) = part;
+    for (int i = 0; i < 4; ++i) {
+      const uint4 part = present[i] ? *reinterpret_cast<const uint4*>(token_at[i] + kLatent + 8 * chunk) : make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(rope + static_cast<int64_t>(token0 + line + 32 * i) * kRope + 8 * chunk) = part;
     }
   }
 
-  const int row0 = 64 * (warp / 2), column0 = 64 * (warp % 2);
-  float acc[4][8][4] = {};
+  // Warps stand 2 x 4: 64 tokens x 32 outputs each.
+  const int row0 = 64 * (warp / 4), column0 = 32 * (warp % 4);
+  float acc[4][4][4] = {};
 #pragma unroll 1
   for (int step = 0; step < kLatent / kStep; ++step) {
-    copy_wait<kStages - 2>();
+    copy_wait<0>();
     __syncthreads();
-    fetch(step + kStages - 1);
-    const int stage = step % kStages;
+    if (step + 1 < kLatent / kStep) fetch(step + 1);
+    const int stage = step % 2;
 #pragma unroll
     for (int k = 0; k < kStep; k += 16) {
-      uint32_t a[4][4], b[4][4];
+      uint32_t a[4][4], b[2][4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) ldmatrix_x4(a[m], smem_addr(&sm.a[stage][row0 + 16 * m + lane % 16][k + 8 * (lane / 16)]));
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int n = 0; n < 2; ++n)
         ldmatrix_x4(b[n], smem_addr(&sm.b[stage][column0 + 16 * n + lane % 8 + 8 * (lane / 16)][k + 8 * (lane / 8 % 2)]));
 #pragma unroll
       for (int m = 0; m < 4; ++m)
 #pragma unroll
-        for (int n = 0; n < 8; ++n) mma(acc[m][n], a[m], b[n / 2][2 * (n % 2)], b[n / 2][2 * (n % 2) + 1]);
+        for (int n = 0; n < 4; ++n) mma(acc[m][n], a[m], b[n / 2][2 * (n % 2)], b[n / 2][2 * (n % 2) + 1]);
     }
   }
 #pragma unroll
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
       const int64_t token = token0 + row0 + 16 * m + lane / 4 + 8 * half;
       __nv_bfloat16* to = expanded + token * heads * kHeadRows + output0 + column0 + 2 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) *reinterpret_cast<uint32_t*>(to + 8 * n) = pack_bf16(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+      for (int n = 0; n < 4; ++n) *reinterpret_cast<uint32_t*>(to + 8 * n) = pack_bf16(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
     }
 }
 
@@ -127,25 +127,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int end = min(min(begin + per, tokens), prefix + min(tile0 + kQueries, rows) - first);
   const int64_t state = (static_cast<int64_t>(blockIdx.z) * heads + head) * rows;
 
+  // Four threads fetch a token, 64 bytes of it at a time.
+  const int token = threadIdx.x / 4, chunk = 8 * (threadIdx.x % 4);
   const auto fetch_keys = [&](int at, int stage) {
-    constexpr int kChunks = kQuery / 8;                                  // 16-byte chunks a token: 16 plain, 8 rotated
+    const __nv_bfloat16* plain = expanded + (static_cast<int64_t>(at + token) * heads + head) * kHeadRows + chunk;
+    const __nv_bfloat16* rotated = rope + static_cast<int64_t>(at + token) * kRope + chunk;
+    const uint32_t to = smem_addr(&sm.keys[stage][token][chunk]);
 #pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int place = threadIdx.x + i * kThreads, token = place / kChunks, chunk = place % kChunks;
-      const int64_t from = at + token;
-      const __nv_bfloat16* plain = expanded + (from * heads + head) * kHeadRows + 8 * chunk;
-      copy16(smem_addr(&sm.keys[stage][token][8 * chunk]), chunk < kNope / 8 ? plain : rope + from * kRope + 8 * (chunk - kNope / 8));
-    }
+    for (int i = 0; i < kQuery / 32; ++i) copy16(to + 64 * i, i < kNope / 32 ? plain + 32 * i : rotated + 32 * i - kNope);
   };
   const auto fetch_values = [&](int at, int stage) {
-    constexpr int kChunks = kValue / 8;
+    const __nv_bfloat16* from = expanded + (static_cast<int64_t>(at + token) * heads + head) * kHeadRows + kNope + chunk;
+    const uint32_t to = smem_addr(&sm.values[stage][token][chunk]);
 #pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int place = threadIdx.x + i * kThreads, token = place / kChunks, chunk = place % kChunks;
-      const int64_t from = at + token;
-      copy16(smem_addr(&sm.values[stage][token][8 * chunk]), expanded + (from * heads + head) * kHeadRows + kNope + 8 * chunk);
-    }
+    for (int i = 0; i < kValue / 32; ++i) copy16(to + 64 * i, from + 32 * i);
   };
+  static_assert(kThreads == 4 * kKeys, "four threads a token");
   if (begin < end) {
     fetch_keys(begin, 0);
     if (begin + kKeys < end) fetch_keys(begin + kKeys, 1);
@@ -185,29 +182,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int none[2] = {0, 0}, last[2] = {min(seen, end - at), min(seen + 8, end - at)};
     Warp::hide(s, none, last);
   };
-  // The next tile's scores are begun before this one's softmax, so that the tensor cores have work meanwhile.
+  // The next tile's scores are begun before this one's softmax, in one stretch of code, so that the tensor cores have work meanwhile.
   typename Warp::Scores even, odd;
   const auto step = [&](int at, int stage, typename Warp::Scores& now, typename Warp::Scores& next) {
     copy_wait<0>();
     __syncthreads();
     if (at + 2 * kKeys < end) fetch_keys(at + 2 * kKeys, stage);
-    if (at + kKeys < end) fetch_values(at + kKeys, stage ^ 1);
+    fetch_values(at + kKeys, stage ^ 1);
     copy_commit();
-    if (at + kKeys < end) w.score(&sm.keys[stage ^ 1][0][0], next);
+    w.score(&sm.keys[stage ^ 1][0][0], next);
     w.soften(now, scale_log2);
     w.add(now, &sm.values[stage][0][0]);
-    if (at + kKeys < end) hide(next, at + kKeys);
+    hide(next, at + kKeys);
+  };
+  const auto finish = [&](int stage, typename Warp::Scores& now) {
+    copy_wait<0>();
+    __syncthreads();
+    w.soften(now, scale_log2);
+    w.add(now, &sm.values[stage][0][0]);
   };
   if (begin < end) {
     copy_wait<0>();
     __syncthreads();
     w.score(&sm.keys[0][0][0], even);
     hide(even, begin);
-  }
+    int at = begin;
 #pragma unroll 1
-  for (int at = begin; at < end; at += 2 * kKeys) {
-    step(at, 0, even, odd);
-    if (at + kKeys < end) step(at + kKeys, 1, odd, even);
+    for (; at + 2 * kKeys < end; at += 2 * kKeys) {
+      step(at, 0, even, odd);
+      step(at + kKeys, 1, odd, even);
+    }
+    if (at + kKeys < end) {
+      step(at, 0, even, odd);
+      finish(1, odd);
+    } else {
+      finish(0, even);
+    }
   }
 
 #pragma unroll

@@ -1,5 +1,5 @@
-//! Projections into queries and the latent cache: three products (two of them in one launch), a norm between them, and one kernel that rotates the
-//! queries, norms and rotates the latents and writes them to their slots.
+//! Projections into queries and the latent cache: three products (two of them in one launch), a norm between them, and one kernel
+//! that rotates the queries, norms and rotates the latents and writes them to their slots.
 
 use cudarc::driver::DevicePtr;
 

@@ -19,10 +19,9 @@ const TOKEN_TILE: usize = 128;
 /// Keys a tile of attend_segment.
 const KEYS: usize = 64;
 /// Shared memory of the two kernels; prompt.cu asserts the same.
-pub const EXPAND_SHARED: u32 = 81_920;
+pub const EXPAND_SHARED: u32 = 73_728;
 pub const ATTEND_SHARED: u32 = 86_016;
-const EXPAND_THREADS: u32 = 128;
-const ATTEND_THREADS: u32 = 256;
+const THREADS: u32 = 256;
 
 /// Blocks that share a segment's keys, so that few rows fill the card too. Depends on the chunk alone.
 fn splits(rows: usize, heads: usize, sms: usize) -> usize {
@@ -88,7 +87,7 @@ impl CudaDevice {
             ];
             let grid = (2 * heads as u32, tokens.div_ceil(TOKEN_TILE) as u32, 1);
             // SAFETY: argument types as in prompt.cu; the segment's buffers hold whole tiles, and positions below `keys` have slots.
-            unsafe { gpu.enqueue(&kernels.expand_segment, grid, EXPAND_THREADS, EXPAND_SHARED, expand)? };
+            unsafe { gpu.enqueue(&kernels.expand_segment, grid, THREADS, EXPAND_SHARED, expand)? };
             let per = tokens.div_ceil(splits).next_multiple_of(KEYS);
             let attend = &mut [
                 q.view(gpu).at,
@@ -106,7 +105,7 @@ impl CudaDevice {
             ];
             let grid = (rows.bound.div_ceil(QUERY_TILE) as u32, heads as u32, splits as u32);
             // SAFETY: as above; the state holds `splits` parts of `bound` rows.
-            unsafe { gpu.enqueue(&kernels.attend_segment, grid, ATTEND_THREADS, ATTEND_SHARED, attend)? };
+            unsafe { gpu.enqueue(&kernels.attend_segment, grid, THREADS, ATTEND_SHARED, attend)? };
         }
         let finish = &mut [outputs, sums, int(rows.bound), int(heads), int(splits), out.view(gpu).at];
         // SAFETY: as above; `out` holds `bound` rows.
