@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "copy.cuh"
+#include "dependents.cuh"
 #include "shape.cuh"
 
 namespace {
@@ -21,13 +22,16 @@ __device__ void absorb(const float* q, const __nv_bfloat16* kv_b, const uint32_t
   __shared__ __align__(16) __nv_bfloat16 w[kNope][kColumns + 8];
   __shared__ __align__(16) __nv_bfloat16 a[kRows][kNope + 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
-  const int column0 = kColumns * blockIdx.x, row0 = kRows * blockIdx.z, live = min(static_cast<int>(counts[0]), rows);
+  const int column0 = kColumns * blockIdx.x, row0 = kRows * blockIdx.z;
 
   for (int i = threadIdx.x; i < kNope * kColumns / 8; i += kThreads) {
     const int row = i / (kColumns / 8), chunk = i % (kColumns / 8);
     copy16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + row) * kLatent + column0 + 8 * chunk);
   }
   copy_commit();
+  let_successor_start();
+  wait_for_predecessor();
+  const int live = min(static_cast<int>(counts[0]), rows);
   for (int i = threadIdx.x; i < kRows * kNope / 4; i += kThreads) {
     const int row = i / (kNope / 4), column = 4 * (i % (kNope / 4));
     float4 x = make_float4(0, 0, 0, 0);
@@ -91,10 +95,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(16) __nv_bfloat16 a[16][kLatent + 8];
   __shared__ float parts[4][16][kValues + 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
-  const int value0 = kValues * blockIdx.x, row0 = 16 * blockIdx.z, live = min(static_cast<int>(counts[0]), rows);
-  for (int i = threadIdx.x; i < 16 * kLatent / 8; i += kThreads) {
+  const int value0 = kValues * blockIdx.x, row0 = 16 * blockIdx.z;
+  for (int i = threadIdx.x; i < kValues * kLatent / 8; i += kThreads) {
     const int row = i / (kLatent / 8), chunk = i % (kLatent / 8);
     copy16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + kNope + value0 + row) * kLatent + 8 * chunk);
+  }
+  let_successor_start();
+  wait_for_predecessor();
+  const int live = min(static_cast<int>(counts[0]), rows);
+  for (int i = threadIdx.x; i < 16 * kLatent / 8; i += kThreads) {
+    const int row = i / (kLatent / 8), chunk = i % (kLatent / 8);
     const bool present = row0 + row < live;
     const int64_t from = static_cast<int64_t>(present ? row0 + row : 0) * heads + head;
     copy16(smem_addr(&a[row][8 * chunk]), latents + from * kLatent + 8 * chunk, present);
@@ -143,7 +153,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) uint8_t memory[];
   ManyShared& sm = *reinterpret_cast<ManyShared*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
-  const int value0 = kManyValues * blockIdx.x, row0 = kManyRows * blockIdx.z, live = min(static_cast<int>(counts[0]), rows);
+  const int value0 = kManyValues * blockIdx.x, row0 = kManyRows * blockIdx.z;
+  let_successor_start();
+  wait_for_predecessor();
+  const int live = min(static_cast<int>(counts[0]), rows);
   const auto fetch = [&](int quarter) {
     constexpr int kChunks = kQuarter / 8;
     for (int i = threadIdx.x; i < kManyRows * kChunks; i += kThreads) {

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "copy.cuh"
+#include "dependents.cuh"
 #include "flash.cuh"
 #include "reduce.cuh"
 
@@ -67,6 +68,8 @@ template <int kHead>
 __device__ void prepare(const float* x, int queries, int keys, const float* q_norm, const float* k_norm, float eps, const float* cos,
                         const float* sin, const uint32_t* counts, const uint32_t* positions, const int32_t* slots, __nv_bfloat16* to) {
   const int row = blockIdx.x, head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32, heads = queries + 2 * keys;
+  let_successor_start();
+  wait_for_predecessor();
   if (head >= heads || row >= counts[0]) return;
   const int place = slots ? slots[row] : row;
   if (place < 0) return;
@@ -106,6 +109,8 @@ __device__ void attend(const Shape& s) {
   Shared<kHead>& sm = *reinterpret_cast<Shared<kHead>*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = blockIdx.y / s.kv_heads, kv_head = blockIdx.y % s.kv_heads, piece = blockIdx.z;
+  let_successor_start();
+  wait_for_predecessor();
   if (group >= s.counts[1]) return;
   const Block b(s, group);
   const int per_kv = s.heads / s.kv_heads, tile0 = kQueryRows * blockIdx.x;
@@ -170,7 +175,11 @@ __device__ void attend(const Shape& s) {
     const int at = begin + tile * kKeys;
     const int from[2] = {first_key[0] - at, first_key[1] - at};
     const int until[2] = {min(last_key[0], end) - at, min(last_key[1], end) - at};
-    w.tile(&sm.keys[tile % 2][0][0], &sm.values[tile % 2][0][0], scale_log2, true, from, until);
+    typename Flash<kHead, kHead>::Scores scores;
+    w.score(&sm.keys[tile % 2][0][0], scores);
+    w.hide(scores, from, until);
+    w.soften(scores, scale_log2);
+    w.add(scores, &sm.values[tile % 2][0][0]);
   }
   const int64_t state = (static_cast<int64_t>(blockIdx.y) * s.most_pieces + piece) * s.query_rows;
 #pragma unroll
@@ -183,30 +192,53 @@ __device__ void attend(const Shape& s) {
   }
 }
 
-// Joins the pieces of one row and head, in order. Grid (rows, heads), one thread a column; padding rows become zeros.
+// Joins the pieces of one row and head: four groups of threads add every fourth piece, then the four sums are added in order. Grid
+// (rows, heads), kHead threads with four columns each; padding rows become zeros.
 template <int kHead>
 __device__ void merge(const Shape& s, float* out) {
+  constexpr int kPhases = 4, kColumns = kHead / 4;       // threads a phase
+  __shared__ float4 parts[kPhases][kColumns];
+  __shared__ float2 totals[kPhases];
   const int row = blockIdx.x, head = blockIdx.y, per_kv = s.heads / s.kv_heads;
-  float* to = out + (static_cast<int64_t>(row) * s.heads + head) * kHead + threadIdx.x;
+  const int column = threadIdx.x % kColumns, phase = threadIdx.x / kColumns;
+  float4* to = reinterpret_cast<float4*>(out + (static_cast<int64_t>(row) * s.heads + head) * kHead) + column;
+  let_successor_start();
+  wait_for_predecessor();
   if (row >= s.counts[0]) {
-    *to = 0.0f;
+    if (phase == 0) *to = make_float4(0, 0, 0, 0);
     return;
   }
   const int group = s.groups[row];
   const Block b(s, group);
   const int64_t state = (static_cast<int64_t>(group) * s.kv_heads + head / per_kv) * s.most_pieces * s.query_rows + (row - b.first) * per_kv + head % per_kv;
-  float m = -INFINITY;
-  for (int piece = 0; piece < b.pieces; ++piece) m = fmaxf(m, s.sums[state + static_cast<int64_t>(piece) * s.query_rows].x);
-  float total = 0.0f, value = 0.0f;
+  float m = -INFINITY, total = 0.0f;
+  float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-  for (int piece = 0; piece < b.pieces; ++piece) {
+  for (int piece = phase; piece < b.pieces; piece += kPhases) {
     const int64_t at = state + static_cast<int64_t>(piece) * s.query_rows;
-    const float2 sum = s.sums[at];
-    const float weight = exp2_fast(sum.x - m);
-    total += weight * sum.y;
-    value += weight * s.outputs[at * kHead + threadIdx.x];
+    const float2 stats = s.sums[at];
+    const float4 x = reinterpret_cast<const float4*>(s.outputs + at * kHead)[column];
+    const float top = fmaxf(m, stats.x), base = top == -INFINITY ? 0.0f : top;
+    const float old = exp2_fast(m - base), weight = exp2_fast(stats.x - base);
+    m = top, total = total * old + weight * stats.y;
+    sum = make_float4(sum.x * old + weight * x.x, sum.y * old + weight * x.y, sum.z * old + weight * x.z, sum.w * old + weight * x.w);
   }
-  *to = value / total;
+  parts[phase][column] = sum;
+  if (column == 0) totals[phase] = make_float2(m, total);
+  __syncthreads();
+  if (phase > 0) return;
+  float top = totals[0].x;
+#pragma unroll
+  for (int i = 1; i < kPhases; ++i) top = fmaxf(top, totals[i].x);
+  total = 0.0f, sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kPhases; ++i) {
+    const float weight = exp2_fast(totals[i].x - top);
+    const float4 x = parts[i][column];
+    total += weight * totals[i].y;
+    sum = make_float4(sum.x + weight * x.x, sum.y + weight * x.y, sum.z + weight * x.z, sum.w + weight * x.w);
+  }
+  *to = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
 }
 
 }  // namespace

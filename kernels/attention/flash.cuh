@@ -23,11 +23,13 @@ struct Flash {
     m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.0f;
   }
 
-  // Takes in one tile. Of its keys, row half h sees columns first[h] .. last[h]; `masked` = false when all rows see all.
-  __device__ void tile(const __nv_bfloat16* keys, const __nv_bfloat16* values, float scale_log2, bool masked, const int (&first)[2],
-                       const int (&last)[2]) {
+  using Scores = float[kKeys / 8][4];
+
+  // Scores of a tile's keys, unscaled.
+  __device__ void score(const __nv_bfloat16* keys, Scores& s) const {
     const int lane = threadIdx.x % 32;
-    float s[kKeys / 8][4] = {};
+#pragma unroll
+    for (auto& part : s) part[0] = part[1] = part[2] = part[3] = 0.0f;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
@@ -37,15 +39,21 @@ struct Flash {
         mma(s[2 * n], q[k], b[0], b[1]);
         mma(s[2 * n + 1], q[k], b[2], b[3]);
       }
-    if (masked) {
+  }
+
+  // Row half h sees columns first[h] .. last[h] only.
+  __device__ static void hide(Scores& s, const int (&first)[2], const int (&last)[2]) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
+    for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = 8 * n + 2 * (lane % 4) + i % 2;
-          if (column < first[i / 2] || column >= last[i / 2]) s[n][i] = -INFINITY;
-        }
-    }
+      for (int i = 0; i < 4; ++i) {
+        const int column = 8 * n + 2 * (threadIdx.x % 4) + i % 2;
+        if (column < first[i / 2] || column >= last[i / 2]) s[n][i] = -INFINITY;
+      }
+  }
+
+  // Scores become probabilities against the running maximum; what was summed so far is rescaled to it.
+  __device__ void soften(Scores& s, float scale_log2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float top = -INFINITY;
@@ -70,6 +78,11 @@ struct Flash {
 #pragma unroll
       for (auto& part : o) part[2 * h] *= rescale, part[2 * h + 1] *= rescale;
     }
+  }
+
+  // Adds probabilities x values.
+  __device__ void add(const Scores& s, const __nv_bfloat16* values) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       const uint32_t p[4] = {pack_bf16(s[2 * k][0], s[2 * k][1]), pack_bf16(s[2 * k][2], s[2 * k][3]),

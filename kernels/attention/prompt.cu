@@ -26,7 +26,7 @@ struct ExpandShared {
   __nv_bfloat16 b[2][kOutputs][kStepStride];
 };
 
-// Attention: 128 query rows of one head a block.
+// Attention: eight warps with 16 query rows each of one head.
 constexpr int kQueries = 128;
 using Warp = Flash<kQuery, kValue>;
 struct AttendShared {
@@ -43,8 +43,8 @@ static_assert(sizeof(ExpandShared) == 73728 && sizeof(AttendShared) == 86016, "r
 extern "C" __global__ void __launch_bounds__(kThreads)
     expand_segment(const __nv_bfloat16* cache, const __nv_bfloat16* kv_b, const int32_t* tables, const int32_t* begins, const int32_t* own,
                    int prefix, int keys, int first, int heads, __nv_bfloat16* expanded, __nv_bfloat16* rope) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  ExpandShared& sm = *reinterpret_cast<ExpandShared*>(memory);
+  extern __shared__ __align__(16) uint8_t expand_memory[];
+  ExpandShared& sm = *reinterpret_cast<ExpandShared*>(expand_memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token0 = kTokens * blockIdx.y, output0 = kOutputs * blockIdx.x;
   const Places places{tables + begins[0], own, prefix, keys};
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_segment(const float* q, const __nv_bfloat16* expanded, const __nv_bfloat16* rope, int rows, int heads, int prefix, int first,
                    int tokens, int per, float scale_log2, float* outputs, float2* sums) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  AttendShared& sm = *reinterpret_cast<AttendShared*>(memory);
+  extern __shared__ __align__(16) uint8_t attend_memory[];
+  AttendShared& sm = *reinterpret_cast<AttendShared*>(attend_memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
   const int tile0 = (gridDim.x - 1 - blockIdx.x) * kQueries;
   const int row = tile0 + 16 * warp + lane / 4;                          // and row + 8
@@ -127,22 +127,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int end = min(min(begin + per, tokens), prefix + min(tile0 + kQueries, rows) - first);
   const int64_t state = (static_cast<int64_t>(blockIdx.z) * heads + head) * rows;
 
-  const auto fetch = [&](int at, int stage) {
-    constexpr int kChunks = (kQuery + kValue) / 8;                       // 16-byte chunks a token: 16 plain key, 8 rope, 16 value
+  // Four threads fetch a token, 64 bytes of it at a time.
+  const int token = threadIdx.x / 4, chunk = 8 * (threadIdx.x % 4);
+  const auto fetch_keys = [&](int at, int stage) {
+    const __nv_bfloat16* plain = expanded + (static_cast<int64_t>(at + token) * heads + head) * kHeadRows + chunk;
+    const __nv_bfloat16* rotated = rope + static_cast<int64_t>(at + token) * kRope + chunk;
+    const uint32_t to = smem_addr(&sm.keys[stage][token][chunk]);
 #pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int place = threadIdx.x + i * kThreads, token = place / kChunks, chunk = place % kChunks;
-      const int64_t from = at + token;
-      const __nv_bfloat16* own = expanded + (from * heads + head) * kHeadRows;
-      const bool is_key = chunk < kQuery / 8;
-      const bool is_rope = is_key && chunk >= kNope / 8;
-      const __nv_bfloat16* src = is_rope ? rope + from * kRope + 8 * (chunk - kNope / 8) : own + 8 * (is_key ? chunk : chunk - kRope / 8);
-      const uint32_t dst = is_key ? smem_addr(&sm.keys[stage][token][8 * chunk]) : smem_addr(&sm.values[stage][token][8 * (chunk - kQuery / 8)]);
-      copy16(dst, src);
-    }
-    copy_commit();
+    for (int i = 0; i < kQuery / 32; ++i) copy16(to + 64 * i, i < kNope / 32 ? plain + 32 * i : rotated + 32 * i - kNope);
   };
-  if (begin < end) fetch(begin, 0);
+  const auto fetch_values = [&](int at, int stage) {
+    const __nv_bfloat16* from = expanded + (static_cast<int64_t>(at + token) * heads + head) * kHeadRows + kNope + chunk;
+    const uint32_t to = smem_addr(&sm.values[stage][token][chunk]);
+#pragma unroll
+    for (int i = 0; i < kValue / 32; ++i) copy16(to + 64 * i, from + 32 * i);
+  };
+  static_assert(kThreads == 4 * kKeys, "four threads a token");
+  if (begin < end) {
+    fetch_keys(begin, 0);
+    if (begin + kKeys < end) fetch_keys(begin + kKeys, 1);
+    fetch_values(begin, 0);
+    copy_commit();
+  }
 
   Warp w;
 #pragma unroll
@@ -169,16 +175,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-#pragma unroll 1
-  for (int at = begin, stage = 0; at < end; at += kKeys, stage ^= 1) {
-    copy_wait<0>();
-    __syncthreads();
-    if (at + kKeys < end) fetch(at + kKeys, stage ^ 1);
-    // Row r of the chunk sees positions up to prefix + r; and no key of another split.
+  // Row r of the chunk sees positions up to prefix + r; and no key of another split.
+  const auto hide = [&](typename Warp::Scores& s, int at) {
+    if (min(prefix + tile0 + 16 * warp + 1 - first, end) >= at + kKeys) return;
     const int seen = prefix + row + 1 - first - at;
     const int none[2] = {0, 0}, last[2] = {min(seen, end - at), min(seen + 8, end - at)};
-    const bool masked = min(prefix + tile0 + 16 * warp + 1 - first, end) < at + kKeys;
-    w.tile(&sm.keys[stage][0][0], &sm.values[stage][0][0], scale_log2, masked, none, last);
+    Warp::hide(s, none, last);
+  };
+  // The next tile's scores are begun before this one's softmax, in one stretch of code, so that the tensor cores have work meanwhile.
+  typename Warp::Scores even, odd;
+  const auto step = [&](int at, int stage, typename Warp::Scores& now, typename Warp::Scores& next) {
+    copy_wait<0>();
+    __syncthreads();
+    if (at + 2 * kKeys < end) fetch_keys(at + 2 * kKeys, stage);
+    fetch_values(at + kKeys, stage ^ 1);
+    copy_commit();
+    w.score(&sm.keys[stage ^ 1][0][0], next);
+    w.soften(now, scale_log2);
+    w.add(now, &sm.values[stage][0][0]);
+    hide(next, at + kKeys);
+  };
+  const auto finish = [&](int stage, typename Warp::Scores& now) {
+    copy_wait<0>();
+    __syncthreads();
+    w.soften(now, scale_log2);
+    w.add(now, &sm.values[stage][0][0]);
+  };
+  if (begin < end) {
+    copy_wait<0>();
+    __syncthreads();
+    w.score(&sm.keys[0][0][0], even);
+    hide(even, begin);
+    int at = begin;
+#pragma unroll 1
+    for (; at + 2 * kKeys < end; at += 2 * kKeys) {
+      step(at, 0, even, odd);
+      step(at + kKeys, 1, odd, even);
+    }
+    if (at + kKeys < end) {
+      step(at, 0, even, odd);
+      finish(1, odd);
+    } else {
+      finish(0, even);
+    }
   }
 
 #pragma unroll

@@ -209,4 +209,60 @@ impl Gpu {
         // SAFETY: promised by the caller.
         unsafe { self.launch(function, grid, threads, shared, &mut pointers[..values.len()]) }
     }
+
+    /// Enqueues one kernel as a programmatic dependent of the one before it: it may start while that one drains. May be captured.
+    ///
+    /// # Safety
+    /// As for [`Gpu::launch`]; and the kernel waits for its predecessor before it touches what others write.
+    pub unsafe fn launch_dependent(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        shared: u32,
+        arguments: &mut [*mut std::ffi::c_void],
+    ) -> Result<(), CudaError> {
+        self.context.bind_to_thread().during("binding the context")?;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: `config` and its attribute outlive the call; the rest is promised by the caller.
+        unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .during("launching a kernel")
+    }
+
+    /// The same for kernels whose parameters take 8 bytes or less each.
+    ///
+    /// # Safety
+    /// As for [`Gpu::launch_dependent`] and [`Gpu::enqueue`].
+    pub unsafe fn enqueue_dependent(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        shared: u32,
+        values: &mut [u64],
+    ) -> Result<(), CudaError> {
+        let mut pointers = [std::ptr::null_mut(); 32];
+        for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
+            *pointer = (&raw mut *value).cast();
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_dependent(function, grid, threads, shared, &mut pointers[..values.len()]) }
+    }
 }

@@ -18,8 +18,8 @@ use crate::device::cuda::verify::{self, Call, Kernel, Numerics, TREE_SHARED, Tun
 use crate::device::{DeviceError, KernelFault, MlaShape, Result, Verify};
 use crate::model::tensor::Matrix;
 
-/// Rows from which on a block absorbs or expands 64 rows at once instead of 16. The bits are the same.
-const MANY_ROWS: usize = 32;
+/// Rows beyond which a block absorbs or expands 64 rows at once instead of 16: faster from there on, with the same bits.
+const MANY_ROWS: usize = 128;
 /// Shared memory of expand_outputs_many; absorbed.cu asserts the same.
 pub const EXPAND_MANY_SHARED: u32 = 69_632;
 
@@ -116,6 +116,8 @@ impl CudaDevice {
         let items = rows.bound * shape.heads;
         let queries = scratch(self, Use::Queries, items * ROW * 2)?;
         let outputs = scratch(self, Use::Outputs, items * LATENT * 2)?;
+        // Reserved in every mode, because the mode may change once scratch is frozen.
+        let second = scratch(self, Use::Second, items * LATENT * 2)?;
         let lse = scratch(self, Use::Lse, items * 4)?;
         self.absorb(weights, q, rows, queries)?;
         let pointers = rows.pointers(&self.gpu);
@@ -143,7 +145,6 @@ impl CudaDevice {
             Verify::Off => launch(Kernel::Baseline, &call)?,
             Verify::On => launch(Kernel::Tree, &self.with_fault(launchers, rows, call)?)?,
             Verify::Validate => {
-                let second = scratch(self, Use::Second, items * LATENT * 2)?;
                 launch(Kernel::Tree, &Call { out: second, ..self.with_fault(launchers, rows, call)? })?;
                 launch(Kernel::Baseline, &call)?;
                 self.compare(shape, rows, outputs, second, layer)?;
@@ -178,7 +179,7 @@ impl CudaDevice {
         ];
         let grid = (8, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: argument types as in absorbed.cu; every buffer holds `bound` rows.
-        Ok(unsafe { gpu.enqueue(kernel, grid, 128, 0, arguments)? })
+        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? })
     }
 
     /// `W_UV` times the latent outputs.
@@ -198,7 +199,7 @@ impl CudaDevice {
         ];
         let grid = (columns, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: as above.
-        Ok(unsafe { gpu.enqueue(kernel, grid, 128, shared, arguments)? })
+        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? })
     }
 
     fn compare(&self, shape: MlaShape, rows: &CudaRows, baseline: CUdeviceptr, custom: CUdeviceptr, layer: usize) -> Result<()> {

@@ -138,7 +138,7 @@ impl CudaDevice {
         let vectors = queries + 2 * shape.kv_heads;
         let grid = (rows.bound as u32, (vectors as u32).div_ceil(THREADS / 32), 1);
         // SAFETY: argument types as in drafter.cu; `x` holds `bound` rows, live rows have slots within the cache.
-        Ok(unsafe { gpu.enqueue(&self.attention.kernels.draft[check(shape)?].prepare, grid, THREADS, 0, arguments)? })
+        Ok(unsafe { gpu.enqueue_dependent(&self.attention.kernels.draft[check(shape)?].prepare, grid, THREADS, 0, arguments)? })
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -186,11 +186,11 @@ impl CudaDevice {
         let shape_at = (&raw mut shape_argument).cast();
         let grid = (tiles as u32, (rows.group_bound * shape.kv_heads) as u32, most_pieces as u32);
         // SAFETY: the kernel takes one `Shape`; blocks have at most `limits.block` rows, so the partials have room.
-        unsafe { gpu.launch(&kernels.attend, grid, THREADS, SHARED[index], &mut [shape_at])? };
+        unsafe { gpu.launch_dependent(&kernels.attend, grid, THREADS, SHARED[index], &mut [shape_at])? };
         let mut to = out.view(gpu).at;
         let arguments = &mut [shape_at, (&raw mut to).cast()];
         // SAFETY: the kernel takes one `Shape` and the address of `bound` rows.
-        unsafe { gpu.launch(&kernels.merge, (rows.bound as u32, shape.heads as u32, 1), shape.head as u32, 0, arguments)? };
+        unsafe { gpu.launch_dependent(&kernels.merge, (rows.bound as u32, shape.heads as u32, 1), shape.head as u32, 0, arguments)? };
         Ok(())
     }
 }

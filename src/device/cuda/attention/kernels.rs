@@ -7,6 +7,10 @@ use super::drafter::SHARED as DRAFT_SHARED;
 use super::prompt::{ATTEND_SHARED, EXPAND_SHARED};
 use crate::device::cuda::error::CudaError;
 use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::params::SHARED_LIMIT;
+
+const _: () = assert!(EXPAND_MANY_SHARED <= SHARED_LIMIT && EXPAND_SHARED <= SHARED_LIMIT && ATTEND_SHARED <= SHARED_LIMIT);
+const _: () = assert!(DRAFT_SHARED[0] <= SHARED_LIMIT && DRAFT_SHARED[1] <= SHARED_LIMIT);
 
 pub struct Kernels {
     pub norm_low_rank: CudaFunction,

@@ -1,5 +1,5 @@
-//! Projections into queries and the latent cache: three products, one norm between two of them, and one kernel that rotates the
-//! queries, norms and rotates the latents and writes them to their slots.
+//! Projections into queries and the latent cache: three products (two of them in one launch), a norm between them, and one kernel
+//! that rotates the queries, norms and rotates the latents and writes them to their slots.
 
 use cudarc::driver::DevicePtr;
 
@@ -12,6 +12,8 @@ use crate::device::cuda::scratch::Use;
 use crate::device::{DeviceError, MlaProjection, MlaShape, Result};
 
 const THREADS: u32 = 256;
+/// Values a row that norm_low_rank holds in registers.
+const MOST_LOW_RANK: usize = 2048;
 
 impl CudaDevice {
     #[allow(clippy::too_many_arguments)]
@@ -30,6 +32,10 @@ impl CudaDevice {
             let (width, outputs) = (q.width, weights.kv_a.n);
             return Err(DeviceError(format!("queries of {width} and latents of {outputs} columns do not fit {} heads", shape.heads)));
         }
+        if !weights.q_a.n.is_multiple_of(4) || weights.q_a.n > MOST_LOW_RANK {
+            let rank = weights.q_a.n;
+            return Err(DeviceError(format!("q_lora_rank is {rank}, the CUDA kernels want a multiple of 4 up to {MOST_LOW_RANK}")));
+        }
         if rows.bound == 0 {
             return Ok(());
         }
@@ -44,7 +50,7 @@ impl CudaDevice {
         self.product_pair(h.view(gpu), [(&weights.q_a, low), (&weights.kv_a, latent)], rows)?;
         let norm = &mut [low.at, weights.q_a_norm.at(gpu), weights.eps.bits(), (rank as i32).bits(), counts, normed.at];
         // SAFETY: argument types as in project.cu; both buffers hold `bound` rows of `rank` values.
-        unsafe { gpu.enqueue(&self.attention.kernels.norm_low_rank, grid, THREADS, 0, norm)? };
+        unsafe { gpu.enqueue_dependent(&self.attention.kernels.norm_low_rank, grid, THREADS, 0, norm)? };
         self.product(normed, &weights.q_b, rows, queries)?;
 
         let (cos, sin) = rope(&self.attention.target_rope, "target", ROPE / 2)?.at(gpu);
@@ -64,7 +70,7 @@ impl CudaDevice {
             cache,
         ];
         // SAFETY: argument types as in project.cu; live rows have positions within the rotary table and slots within the cache.
-        unsafe { gpu.enqueue(&self.attention.kernels.rotate_and_store, grid, THREADS, 0, store)? };
+        unsafe { gpu.enqueue_dependent(&self.attention.kernels.rotate_and_store, grid, THREADS, 0, store)? };
         Ok(())
     }
 }
