@@ -232,7 +232,7 @@ impl Bench {
         let routed = target.moe(moe.start).map(|(moe, h)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
         let experts = timed(gpu, repeats, || {
             moe.clone().try_for_each(|layer| match (target.moe(layer), &routed) {
-                (Some((moe, h)), Some(routed)) => device.moe_experts(moe, routed, h, tree_rows).map(drop),
+                (Some((moe, _)), Some(routed)) => device.moe_experts(moe, routed).map(drop),
                 _ => Ok(()),
             })
         })?;
