@@ -399,6 +399,20 @@ fn experts_equal_the_cpu_with_equal_routes_and_a_row_keeps_its_bits() {
     }
 }
 
+/// Text repeats itself: rows that are alike all choose the same experts, which then hold every row of the pass.
+#[test]
+fn experts_that_every_row_chooses_equal_the_cpu() {
+    let Some(device) = card() else { return };
+    let mut random = Random(12);
+    for (experts, top_k, inner, hidden) in [(32, 4, 128, 256), (16, 2, 32, 64), (384, 8, 256, 512)] {
+        let layer = layer(&device, experts, top_k, inner, hidden, &mut random);
+        let row = random.rounded(hidden, 1.0);
+        for count in [1, 8, 9, 12, 16, 24, 32, 33, 64, 100, 300] {
+            check_layer(&device, &layer, &row.repeat(count), count, count, &mut random);
+        }
+    }
+}
+
 #[test]
 fn routes_agree_with_the_cpu_for_unrounded_activations() {
     let Some(device) = card() else { return };

@@ -80,7 +80,7 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
   if (lane == 0) *lists.entries = chosen_ones;
 }
 
-// Up to 64 places (8 rows): a thread a place, each finds its position by looking at all. An expert has one row at most from each
+// Up to 64 places of at most `rows_per_entry` rows: a thread a place, each finds its position by looking at all. An expert has one row at most from each
 // row, so one entry an expert.
 __device__ __forceinline__ void sort_few(const Routing& p, const Lists& lists) {
   __shared__ int ids[64];
@@ -187,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_con
   if (turn != gridDim.x - 1) return;
   __threadfence();
   if (threadIdx.x == 0) *p.arrived = 0;
-  if (p.rows * p.top_k <= 64) sort_few(p, lists);
+  // An expert must not get more rows than an entry holds.
+  if (p.rows * p.top_k <= 64 && p.rows <= p.rows_per_entry) sort_few(p, lists);
   else sort(p, lists);
 }
