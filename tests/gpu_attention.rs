@@ -465,7 +465,8 @@ fn the_drafters_attention_equals_the_cpus_with_and_without_window() {
                 let off = worst(&found[..wanted.data.len()], &wanted.data, shape.head);
                 println!("drafter {shape:?} {numerics:?} {mask:?}: requests {from}..{to}: {off:.5}");
                 for (row, (a, b)) in found.chunks_exact(width).zip(wanted.data.chunks_exact(width)).enumerate() {
-                    let heads: Vec<_> = a.chunks_exact(shape.head).zip(b.chunks_exact(shape.head)).map(|(a, b)| worst(a, b, shape.head)).collect();
+                    let heads: Vec<_> =
+                        a.chunks_exact(shape.head).zip(b.chunks_exact(shape.head)).map(|(a, b)| worst(a, b, shape.head)).collect();
                     if heads.iter().any(|&off| off > CLOSE) {
                         println!("  row {row}: {heads:.3?}");
                     }

@@ -179,7 +179,8 @@ impl CudaDevice {
         ];
         let grid = (8, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: argument types as in absorbed.cu; every buffer holds `bound` rows.
-        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? })
+        unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? };
+        Ok(())
     }
 
     /// `W_UV` times the latent outputs.
@@ -199,7 +200,8 @@ impl CudaDevice {
         ];
         let grid = (columns, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: as above.
-        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? })
+        unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? };
+        Ok(())
     }
 
     fn compare(&self, shape: MlaShape, rows: &CudaRows, baseline: CUdeviceptr, custom: CUdeviceptr, layer: usize) -> Result<()> {
@@ -214,7 +216,8 @@ impl CudaDevice {
         ];
         let grid = ((rows.bound * shape.heads).div_ceil(8) as u32, 1, 1);
         // SAFETY: argument types as in validate.cu; `prepare` made room for this layer.
-        Ok(unsafe { gpu.enqueue(&self.attention.kernels.compare_outputs, grid, 256, 0, arguments)? })
+        unsafe { gpu.enqueue(&self.attention.kernels.compare_outputs, grid, 256, 0, arguments)? };
+        Ok(())
     }
 
     /// The custom kernel's call, with the planted fault if there is one.
