@@ -199,11 +199,20 @@ unsafe fn sum_tile<V: Lanes, const C: usize, const Q: usize>(
     // SAFETY: as `weighted_sum_kernel` checked.
     unsafe {
         let to = out.as_mut_ptr().add(q * width + column);
-        let mut sum: [[V; C]; Q] = std::array::from_fn(|i| std::array::from_fn(|c| V::load(to.add(i * width + c * WIDTH))));
+        // Loops and not `from_fn`, whose closures may stay calls for the lack of the instruction set.
+        let mut sum = [[V::splat(0.0); C]; Q];
+        for (i, sum) in sum.iter_mut().enumerate() {
+            for (c, sum) in sum.iter_mut().enumerate() {
+                *sum = V::load(to.add(i * width + c * WIDTH));
+            }
+        }
         let weight: [*const f32; Q] = std::array::from_fn(|i| weights.as_ptr().add((q + i) * stride));
         for (t, value) in values.iter().enumerate() {
             let value = value.as_ptr().add(column);
-            let lanes: [V; C] = std::array::from_fn(|c| V::load(value.add(c * WIDTH)));
+            let mut lanes = [V::splat(0.0); C];
+            for (c, lanes) in lanes.iter_mut().enumerate() {
+                *lanes = V::load(value.add(c * WIDTH));
+            }
             for (sum, weight) in sum.iter_mut().zip(weight) {
                 let weight = V::splat(*weight.add(t));
                 for (sum, lanes) in sum.iter_mut().zip(lanes) {

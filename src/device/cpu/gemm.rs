@@ -327,7 +327,11 @@ unsafe fn tile<V: Lanes, S: Stored, const N: usize, const M: usize>(
         let rows: [*const f32; M] = std::array::from_fn(|i| x[m + i].as_ptr());
         let mut sum = [[V::splat(0.0); N]; M];
         for at in 0..k {
-            let w: [V; N] = std::array::from_fn(|n| S::lanes(weights[n].add(at * WIDTH)));
+            // A loop and not `from_fn`, whose closure may stay a call for the lack of the instruction set.
+            let mut w = [V::splat(0.0); N];
+            for (w, from) in w.iter_mut().zip(weights) {
+                *w = S::lanes(from.add(at * WIDTH));
+            }
             for (sum, row) in sum.iter_mut().zip(rows) {
                 let x = V::splat(*row.add(at));
                 for (sum, w) in sum.iter_mut().zip(w) {

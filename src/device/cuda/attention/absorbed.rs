@@ -48,13 +48,11 @@ impl Launchers {
             let limits = verify::Limits { batch: limits.requests, rows: limits.verify_rows, rows_per_request, heads, prefix, exact };
             Ok(verify::Verify::new(gpu, limits, Tuning::default())?)
         };
-        let wanted = TREE_SHARED.iter().map(|&(tile, _)| tile).filter(|&tile| tile >= heads);
-        let mut tiles: Vec<usize> = wanted.clone().filter(|&tile| tile < largest * heads).collect();
-        tiles.extend(wanted.clone().find(|&tile| tile >= largest * heads).or(wanted.last().filter(|last| tiles.last() != Some(last))));
-        if exact {
-            tiles.drain(..tiles.len() - 1);
-        }
-        let by_tile = tiles.into_iter().map(of_tile).collect::<Result<_>>()?;
+        // Tiles that hold a draft row's heads, up to the first that holds a whole request.
+        let holding: Vec<usize> = TREE_SHARED.iter().map(|&(tile, _)| tile).filter(|&tile| tile >= heads).collect();
+        let count = holding.iter().position(|&tile| tile >= largest * heads).map_or(holding.len(), |at| at + 1);
+        let tiles = if exact { &holding[count - 1..count] } else { &holding[..count] };
+        let by_tile = tiles.iter().map(|&tile| of_tile(tile)).collect::<Result<_>>()?;
         Ok(Self { heads, by_tile, planted: Planted::new(gpu, limits.requests, limits.verify_rows)? })
     }
 
@@ -179,7 +177,8 @@ impl CudaDevice {
         ];
         let grid = (8, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: argument types as in absorbed.cu; every buffer holds `bound` rows.
-        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? })
+        unsafe { gpu.enqueue_dependent(kernel, grid, 128, 0, arguments)? };
+        Ok(())
     }
 
     /// `W_UV` times the latent outputs.
@@ -199,7 +198,8 @@ impl CudaDevice {
         ];
         let grid = (columns, weights.heads as u32, rows.bound.div_ceil(tile) as u32);
         // SAFETY: as above.
-        Ok(unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? })
+        unsafe { gpu.enqueue_dependent(kernel, grid, 128, shared, arguments)? };
+        Ok(())
     }
 
     fn compare(&self, shape: MlaShape, rows: &CudaRows, baseline: CUdeviceptr, custom: CUdeviceptr, layer: usize) -> Result<()> {
@@ -214,7 +214,8 @@ impl CudaDevice {
         ];
         let grid = ((rows.bound * shape.heads).div_ceil(8) as u32, 1, 1);
         // SAFETY: argument types as in validate.cu; `prepare` made room for this layer.
-        Ok(unsafe { gpu.enqueue(&self.attention.kernels.compare_outputs, grid, 256, 0, arguments)? })
+        unsafe { gpu.enqueue(&self.attention.kernels.compare_outputs, grid, 256, 0, arguments)? };
+        Ok(())
     }
 
     /// The custom kernel's call, with the planted fault if there is one.

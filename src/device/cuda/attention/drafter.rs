@@ -138,7 +138,8 @@ impl CudaDevice {
         let vectors = queries + 2 * shape.kv_heads;
         let grid = (rows.bound as u32, (vectors as u32).div_ceil(THREADS / 32), 1);
         // SAFETY: argument types as in drafter.cu; `x` holds `bound` rows, live rows have slots within the cache.
-        Ok(unsafe { gpu.enqueue_dependent(&self.attention.kernels.draft[check(shape)?].prepare, grid, THREADS, 0, arguments)? })
+        unsafe { gpu.enqueue_dependent(&self.attention.kernels.draft[check(shape)?].prepare, grid, THREADS, 0, arguments)? };
+        Ok(())
     }
 
     #[allow(clippy::too_many_arguments)]
