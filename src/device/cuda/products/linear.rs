@@ -153,8 +153,11 @@ impl CudaDevice {
             unsafe { enqueue_struct(gpu, &self.products.dense_wide, grid, 256, WIDE_SHARED, 1, &mut dense)? };
         } else {
             let (kernel, tile) = tile_of(rows);
-            let grid = (groups as u32, rows.div_ceil(tile) as u32, tiles as u32);
-            let shared = RINGS + (SLICES + groups - 1) * (tile / 8) * 512;
+            // The kernel for 32 rows takes two tiles of weights a block.
+            let together = if tile == 32 { 2 } else { 1 };
+            let blocks: usize = parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum();
+            let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
+            let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;
             // SAFETY: as above.
             unsafe { enqueue_struct(gpu, &self.products.dense[kernel], grid, 256, shared, groups as u32, &mut dense)? };
         }
