@@ -82,13 +82,15 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
     for (int i = 0; i < AHEAD; ++i) {
       const int u = base + i;
       if (u >= count) break;
-      uint4 x[NT], rest[NT];
+      uint4 x[NT];
+      const auto reload = [&] {
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        x[nt] = round8(next[i][nt]);
-        if (precise) rest[nt] = rest8(next[i][nt], x[nt]);
-        if (has[nt] && u + AHEAD < count) load8(next[i][nt], x_at[nt] + (u + AHEAD) * UNIT);
-      }
+        for (int nt = 0; nt < NT; ++nt)
+          if (has[nt] && u + AHEAD < count) load8(next[i][nt], x_at[nt] + (u + AHEAD) * UNIT);
+      };
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) x[nt] = round8(next[i][nt]);
+      if (!precise) reload();
       copies_wait<DEPTH - 1>();
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
@@ -98,8 +100,9 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
         for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
         if (precise)
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, rest[nt]);
+          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, rest8(next[i][nt], x[nt]));
       }
+      if (precise) reload();
       if (writes)
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)

@@ -231,10 +231,10 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
 
 extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_16(const __grid_constant__ Down p) { down<2>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) down_32(const __grid_constant__ Down p) { down<4>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) down_32(const __grid_constant__ Down p) { down<4>(p); }
 
 // Packed rows of a checkpoint (two elements a byte, low nibble first) and their scales into tiles. Row r of tile i is `row_of`
 // below: gate and up are interleaved 8 by 8 (pair != null), or rows are taken as they come. One thread a step's lane.
