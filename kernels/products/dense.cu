@@ -50,11 +50,6 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
     if (i < count) copy(i);
     copies_end_group();
   }
-  // What does not fit the ring comes as far as L2.
-  if (count > DEPTH && blockIdx.y == 0)
-#pragma unroll
-    for (int h = 0; h < 2 * MT; ++h)
-      if (lane == h) fetch_to_l2(at[h] - lane * 16 + DEPTH * 512, (count - DEPTH) * 512);
   if (cluster > 1) cluster_arrive();
   wait_for_predecessor();
   let_successor_start();
@@ -149,4 +144,5 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
 
 extern "C" __global__ void __launch_bounds__(256, 2) dense_8(const __grid_constant__ Dense p) { dense<1, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) dense_16(const __grid_constant__ Dense p) { dense<2, 1>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) dense_32(const __grid_constant__ Dense p) { dense<4, 2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) dense_32(const __grid_constant__ Dense p) { dense<4, 1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) dense_32_two(const __grid_constant__ Dense p) { dense<4, 2>(p); }

@@ -66,25 +66,32 @@ template <int STRIDE> struct Stream {
 
 // A lane's words of the activations of up to NT x 8 rows.
 template <int NT> struct Rows {
-  const uint16_t* at[NT];  // null: no row
+  const uint16_t* at[NT];  // where there is no row, row 0 of the entry: its product is never stored
   // Brings `lines` lines of 128 bytes from column `k_at` on into L1, all at once.
   __device__ __forceinline__ void touch(int k_at, int lines, int t) const {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
-      if (at[nt])
-        for (int i = t; i < lines; i += 4) {
-          uint32_t unused;
-          asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(at[nt] - t * 8 + k_at + i * 64) : "memory");
-        }
+      for (int i = t; i < lines; i += 4) {
+        uint32_t unused;
+        asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(at[nt] - t * 8 + k_at + i * 64) : "memory");
+      }
   }
-  // Those of the step at column `k_at`; zeros beyond k: weights are zero there, and a NaN would get through.
-  __device__ __forceinline__ void load(uint4 (&x)[NT][UNITS], int k_at, int k) const {
+  // Those of the step at column `k_at`. `whole`: k is a multiple of a step; else zeros beyond k, where weights are zero but a NaN
+  // would get through.
+  __device__ __forceinline__ void load(uint4 (&x)[NT][UNITS], int k_at, int k, bool whole) const {
+    if (whole) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) x[nt][unit] = reinterpret_cast<const uint4*>(at[nt] + k_at)[unit * (UNIT / 8)];
+      return;
+    }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         x[nt][unit] = {};
-        if (at[nt] && k_at + unit * UNIT < k) x[nt][unit] = *reinterpret_cast<const uint4*>(at[nt] + k_at + unit * UNIT);
+        if (k_at + unit * UNIT < k) x[nt][unit] = *reinterpret_cast<const uint4*>(at[nt] + k_at + unit * UNIT);
       }
   }
 };
@@ -100,7 +107,7 @@ template <int NT> __device__ __forceinline__ void step_product(float (&d)[NT][4]
 }
 
 template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
-  constexpr bool AHEAD = NT < 4;  // activations one step ahead in registers
+  constexpr bool AHEAD = NT < 4;  // activations are loaded while the next weights are waited for
   extern __shared__ uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
@@ -108,6 +115,7 @@ template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
   wait_for_predecessor();
   let_successor_start();
   const Lists lists(p.list, p.places);
+  const bool whole = p.k % STEP == 0;
   const uint32_t items = *lists.entries * p.tiles;
   const int first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
   Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first,
@@ -126,10 +134,10 @@ template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
         const int at = nt * 8 + g;
-        rows.at[nt] = at < entry.count ? p.x + static_cast<int64_t>(lists.order[entry.first + at] / p.top_k) * p.k + t * 8 : nullptr;
+        rows.at[nt] = p.x + static_cast<int64_t>(lists.order[entry.first + (at < entry.count ? at : 0)] / p.top_k) * p.k + t * 8;
       }
       rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
-      if (AHEAD) rows.load(x, begin * STEP, p.k);
+      if (AHEAD) rows.load(x, min(begin, p.steps - 1) * STEP, p.k, whole);
     }
     float d[NT][4] = {};
     for (int step = 0; step < count; ++step) {
@@ -139,18 +147,9 @@ template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
       // The slot read in the round before is free.
       stream.next(ring + (slot ? slot - 1 : UP_DEPTH - 1) * STEP_BYTES, lane);
       slot = slot + 1 == UP_DEPTH ? 0 : slot + 1;
-      if (AHEAD) {
-        uint4 next[NT][UNITS];
-        rows.load(next, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k);
-        step_product<NT>(d, s, x);
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-          for (int unit = 0; unit < UNITS; ++unit) x[nt][unit] = next[nt][unit];
-      } else {
-        rows.load(x, (begin + step) * STEP, p.k);
-        step_product<NT>(d, s, x);
-      }
+      if (!AHEAD) rows.load(x, (begin + step) * STEP, p.k, whole);
+      step_product<NT>(d, s, x);
+      if (AHEAD) rows.load(x, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k, whole);
     }
     float4* mine = sums + (item & 1) * WARPS * NT * 32;
 #pragma unroll
@@ -179,6 +178,7 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
   extern __shared__ uint8_t shared[];  // the warps' rings
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const Lists lists(p.list, p.places);
+  const bool whole = p.k % STEP == 0;
   // The list and the weights were ready before the predecessor (the first product) began: start reading at once.
   const uint32_t items = *lists.entries * p.tiles;
   const int first = items * blockIdx.x / gridDim.x + warp, end = items * (blockIdx.x + 1) / gridDim.x;
@@ -200,7 +200,7 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
         const int at = nt * 8 + g;
-        rows.at[nt] = at < entry.count ? p.inner + static_cast<int64_t>(entry.first + at) * p.k + t * 8 : nullptr;
+        rows.at[nt] = p.inner + static_cast<int64_t>(entry.first + (at < entry.count ? at : 0)) * p.k + t * 8;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int row = nt * 8 + 2 * t + c;
@@ -211,7 +211,7 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
     float d[NT][4] = {};
     for (int step = 0; step < p.steps; ++step) {
       uint4 x[NT][UNITS];
-      rows.load(x, step * STEP, p.k);
+      rows.load(x, step * STEP, p.k, whole);
       copies_wait<DOWN_DEPTH - 2>();
       __syncwarp();
       const Step s = read_step(ring + slot * STEP_BYTES, lane);

@@ -153,13 +153,15 @@ impl CudaDevice {
             unsafe { enqueue_struct(gpu, &self.products.dense_wide, grid, 256, WIDE_SHARED, 1, &mut dense)? };
         } else {
             let (kernel, tile) = tile_of(rows);
-            // The kernel for 32 rows takes two tiles of weights a block.
-            let together = if tile == 32 { 2 } else { 1 };
-            let blocks: usize = parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum();
+            let blocks = |together: usize| parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum::<usize>();
+            // Two tiles of weights a block halve the traffic of activations, where enough blocks are left.
+            let together = if tile == 32 && blocks(2) * groups >= 2 * gpu.sms as usize { 2 } else { 1 };
+            let function = if together == 2 { &self.products.dense_two } else { &self.products.dense[kernel] };
+            let blocks = blocks(together);
             let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
             let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;
             // SAFETY: as above.
-            unsafe { enqueue_struct(gpu, &self.products.dense[kernel], grid, 256, shared, groups as u32, &mut dense)? };
+            unsafe { enqueue_struct(gpu, function, grid, 256, shared, groups as u32, &mut dense)? };
         }
         Ok(())
     }

@@ -25,6 +25,7 @@ pub use routing::HostRoutes;
 /// The kernels of this module.
 pub struct Products {
     dense: [CudaFunction; 3],
+    dense_two: CudaFunction,
     dense_wide: CudaFunction,
     gate_up: [CudaFunction; 3],
     down: [CudaFunction; 3],
@@ -56,6 +57,7 @@ impl Products {
         };
         Ok(Self {
             dense: by_tiles(&dense, "dense", MAX_SHARED)?,
+            dense_two: gpu.function(&dense, "dense_32_two", MAX_SHARED)?,
             dense_wide: gpu.function(&gpu.module("products_wide")?, "dense_wide", MAX_SHARED)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
