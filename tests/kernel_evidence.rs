@@ -3,9 +3,11 @@
 //! measurement pass until a card is at hand.
 
 use kdtree::bench::kernel::{Report, cell_bytes, cell_flops};
+use kdtree::bench::rank::{self, Part};
 use kdtree::device::cuda::{Kernel, Numerics, image};
 
 const FILE: &str = "kernel-h200.json";
+const RANK_FILE: &str = "rank-h200.json";
 /// The compiler whose machine code evidence is about; another one gives other code without the kernels having changed.
 const PINNED_NVCC: &str = "13.0.88";
 
@@ -51,6 +53,29 @@ fn kernel_evidence_is_complete_and_consistent() {
         assert_eq!((row.bytes, row.flops), (cell_bytes(row.q, row.b, row.l, 8), cell_flops(row.q, row.b, row.l, 8)), "{row:?}");
         let floor = (row.bytes as f64 / report.read_gbps / 1e3).max(row.flops as f64 / report.mma_tflops / 1e6);
         assert!((row.floor_us - floor).abs() <= 0.01 * floor && row.us >= floor, "faster than its floor: {row:?}");
+    }
+}
+
+#[test]
+fn rank_evidence_is_of_the_kernels_in_this_tree_and_consistent() {
+    let text = evidence(RANK_FILE).expect("tests/evidence/rank-h200.json");
+    let report: rank::Report = serde_json::from_str(&text).expect("evidence parses");
+    assert!(report.read_gbps > 1000.0 && !report.device.is_empty() && !report.driver.is_empty());
+    assert_eq!((report.ranks, report.layers), (8, 61), "a rank of the full model");
+    for draft_rows in [1, 4, 8, 16, 32, 64] {
+        for part in [Part::Total, Part::Projections, Part::Attention, Part::Experts, Part::Shared, Part::Head, Part::Tree] {
+            for prefix in [1024, 16384, 131_072] {
+                let cell = |row: &&rank::Row| (row.draft_rows, row.part, row.prefix, row.batch) == (draft_rows, part, prefix, 1);
+                let found = report.rows.iter().find(cell).unwrap_or_else(|| panic!("{draft_rows} rows at {prefix}: no {part:?}"));
+                assert!((found.floor_us - found.bytes as f64 / report.read_gbps / 1e3).abs() <= 0.01 * found.floor_us.max(1.0));
+            }
+        }
+    }
+    assert!(report.rows.iter().all(|row| row.us >= row.floor_us), "nothing is faster than its floor");
+    if image::NVCC_VERSION == PINNED_NVCC {
+        let fresh = report.kernel_sha256 == image::all_sha256();
+        let excuse = evidence("STALE.md").is_some_and(|stale| excused(&stale, RANK_FILE));
+        assert!(fresh || excuse, "{RANK_FILE} was measured on other kernels: measure again (kdtree bench rank --json), or say why not");
     }
 }
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use comfy_table::{Cell, Table};
 
-use crate::bench::rank::{Bench, Grid, Report, Setup};
+use crate::bench::rank::{Bench, Grid, Report, Setup, plot};
 use crate::device::cuda::{Gpu, Numerics};
 
 /// Time one tensor-parallel rank of K2.6 on one card, part by part, beside the floor (weights are made up on the card).
@@ -51,6 +51,9 @@ pub struct Args {
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Draw the parts of a pass at the shortest prefix as bars
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
 
 /// Rows go to stderr as they come, the table to stdout at the end.
@@ -89,6 +92,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.json {
         let text = serde_json::to_string(&report)?.replace("{\"draft_rows\"", "\n{\"draft_rows\"") + "\n";
         std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if let (Some(path), Some(&prefix)) = (&args.svg, args.prefix.iter().min()) {
+        let svg = plot::bars(&report, prefix).map_err(anyhow::Error::msg)?;
+        std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(ExitCode::SUCCESS)
 }

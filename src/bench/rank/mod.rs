@@ -5,6 +5,7 @@
 //! request once per layer; floor = bytes / read rate measured in the same run.
 
 mod parts;
+pub mod plot;
 mod weights;
 
 pub use parts::{Part, Setup};
