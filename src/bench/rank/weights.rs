@@ -28,7 +28,7 @@ impl<'a> MadeUp<'a> {
     }
 
     fn random(&self, n: usize, k: usize, scale: f32) -> Result<CudaMatrix> {
-        Ok(CudaMatrix::random(self.device, n, k, scale, self.seed())?)
+        CudaMatrix::random(self.device, n, k, scale, self.seed())
     }
 }
 
@@ -67,6 +67,6 @@ impl Weights<CudaDevice> for MadeUp<'_> {
     }
 
     fn experts(&self, _: &str, count: usize, inner: usize, hidden: usize, part: Rank) -> Result<CudaExperts> {
-        Ok(CudaExperts::random(self.device, count, inner / part.size, hidden, (hidden as f32).sqrt().recip(), self.seed())?)
+        CudaExperts::random(self.device, count, inner / part.size, hidden, (hidden as f32).sqrt().recip(), self.seed())
     }
 }
