@@ -92,8 +92,10 @@ struct Draw {
   // `visit(id, key, logit)` for every kept token of this block's run.
   template <class Visit>
   __device__ void each(Visit visit) const {
-    for (int at = from + threadIdx.x * 4; at < until; at += kTile) {
-      float4 four = load_logits(line, at, r.vocab, aligned);
+    int at = from + threadIdx.x * 4;
+    float4 four = load_logits(line, at, r.vocab, aligned), coming = four;
+    for (; at < until; at += kTile, four = coming) {
+      if (at + kTile < until) coming = load_logits(line, at + kTile, r.vocab, aligned);
       const float raw[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -316,9 +318,11 @@ struct Draw {
   }
 
   __device__ void weights_at(int at, double (&out)[4]) const {
+    weights_of(at < until ? load_logits(line, at, r.vocab, aligned) : float4{}, at, out);
+  }
+
+  __device__ void weights_of(const float4& four, int at, double (&out)[4]) const {
     out[0] = out[1] = out[2] = out[3] = 0.0;
-    if (at >= until) return;
-    float4 four = load_logits(line, at, r.vocab, aligned);
     const float raw[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -331,9 +335,12 @@ struct Draw {
   // The first id at which the kept mass exceeds `uniform` of its whole. Sums in id order, in f64, the same for any grid.
   __device__ void draw(double uniform, uint32_t* token) {
     int tiles = (until - from + kTile - 1) / kTile, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int tile = 0; tile < tiles; ++tile) {
+    int at = from + threadIdx.x * 4;
+    float4 four = load_logits(line, at, r.vocab, aligned), coming = four;
+    for (int tile = 0; tile < tiles; ++tile, at += kTile, four = coming) {
+      if (at + kTile < until) coming = load_logits(line, at + kTile, r.vocab, aligned);
       double w[4];
-      weights_at(from + tile * kTile + threadIdx.x * 4, w);
+      weights_of(four, at, w);
       double sum = ((w[0] + w[1]) + w[2]) + w[3];
       for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(~0u, sum, step);
       if (lane == 0) sh.sums[tile][warp] = sum;
@@ -426,7 +433,7 @@ __device__ double uniform_of(uint64_t seed, uint64_t position) {
 }  // namespace
 
 // Grid: 8 x rows.
-extern "C" __global__ __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) void round_draw(Round r, const float* logits,
+extern "C" __global__ __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 2) void round_draw(Round r, const float* logits,
                                                                                                    int64_t stride) {
   __shared__ Shared sh;
   int row = blockIdx.y;

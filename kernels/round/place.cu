@@ -109,12 +109,16 @@ extern "C" __global__ __launch_bounds__(1024) void round_place_trees(Round r, Ro
   }
   __syncthreads();
   int total = firsts[shares];
-  for (int item = threadIdx.x; item < shares * kMaxRows; item += blockDim.x) {
-    int share = item / kMaxRows, at = item % kMaxRows;
+  for (int row = threadIdx.x; row < total; row += blockDim.x) {
+    int low = 0, high = shares;  // the last share that begins at or before the row; no tree is empty
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      if (firsts[middle] <= row) low = middle; else high = middle;
+    }
+    int share = low, at = row - firsts[low];
     const Tree& tree = r.trees[share];
-    if (at >= tree.rows) continue;
     uint32_t request = plan.share[share].request;
-    int length = r.requests[request].length, row = firsts[share] + at;
+    int length = r.requests[request].length;
     out.tokens[row] = tree.token[at];
     out.positions[row] = length + tree.depth[at];
     // Row i writes to the slot of position length + i; accepted rows move to their own position at commit.

@@ -60,19 +60,38 @@ extern "C" __global__ __launch_bounds__(kThreads) void round_scan(Round r, const
     uint32_t key = key_of(value);
     if (key > best.key) best.key = key, best.id = id;
   };
+  auto look_at = [&](const float4& four, int id) {
+    look(four.x, id);
+    look(four.y, id + 1);
+    look(four.z, id + 2);
+    look(four.w, id + 3);
+  };
+  // Plain rows: the largest of each four, and only whether anything is not finite; what and where is looked up afterwards.
+  float top = -CUDART_INF_F;
+  int top_at = -1;
+  bool finite = true;
+  int first = base;
   for (int loop = 0; loop < loops; ++loop) {
-    int first = base;
+    int at = base;
     base += kChunk;
     if (loop + 1 < loops) load(coming);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int id = first + i * kThreads * 4;
-      look(values[i].x, id);
-      look(values[i].y, id + 1);
-      look(values[i].z, id + 2);
-      look(values[i].w, id + 3);
+      const float4 four = values[i];
+      int id = at + i * kThreads * 4;
+      if (any) {
+        look_at(four, id);
+      } else {
+        finite = finite && four.x < CUDART_INF_F && four.y < CUDART_INF_F && four.z < CUDART_INF_F && four.w < CUDART_INF_F;
+        float high = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+        if (high > top) top = high, top_at = id;
+      }
       values[i] = coming[i];
     }
+  }
+  if (!any && finite && top_at >= 0) look_at(load_logits(line, top_at, r.vocab, aligned), top_at);
+  if (!any && !finite) {
+    for (int at = first; at < base; at += kThreads * 4) look_at(load_logits(line, at, r.vocab, aligned), at);
   }
   best = reduce(best);
   ScanPart* parts = r.scans + size_t(row) * gridDim.x;

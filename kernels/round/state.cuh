@@ -191,16 +191,18 @@ inline __device__ float4 load_logits(const float* row, int at, int vocab, bool a
   return out;
 }
 
-// Whether this is the last of `blocks` blocks working on `row`; what the others wrote before is visible to it. Leaves the counter zero.
+// Whether this is the last of `blocks` blocks working on `row`; what the others wrote before is visible to it (through L2: read it
+// with __ldcg). Leaves the counter zero.
 inline __device__ bool last_of_row(uint32_t* arrivals, int row, int blocks) {
   __shared__ bool last;
-  __threadfence();
+  // The barrier orders the block's writes before the one fence, which orders them before the count.
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     last = atomicAdd(&arrivals[row], 1u) == uint32_t(blocks) - 1;
     if (last) arrivals[row] = 0;
+    __threadfence();
   }
   __syncthreads();
-  __threadfence();
   return last;
 }

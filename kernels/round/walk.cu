@@ -105,11 +105,16 @@ extern "C" __global__ __launch_bounds__(128) void round_walk(Round r, Rows out, 
   }
   __syncthreads();
   uint32_t total = firsts[shares];
-  for (int item = threadIdx.x; item < shares * kMaxRows; item += blockDim.x) {
-    int share = item / kMaxRows, j = item % kMaxRows;
-    if (j >= counts[share]) continue;
+  // One thread a row: which share is it of?
+  for (int row = threadIdx.x; row < total; row += blockDim.x) {
+    int low = 0, high = shares;
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      if (firsts[middle] <= row) low = middle; else high = middle;
+    }
+    int share = low, j = row - firsts[low];
     const Walked& walked = r.walked[share];
-    int row = firsts[share] + j, position = __ldcg(&walked.before) + j;
+    int position = __ldcg(&walked.before) + j;
     const int32_t* table = r.tables + size_t(r.plan->share[share].request) * r.table_stride;
     out.tokens[row] = 0;
     out.positions[row] = position;
