@@ -209,4 +209,40 @@ impl Gpu {
         // SAFETY: promised by the caller.
         unsafe { self.launch(function, grid, threads, shared, &mut pointers[..values.len()]) }
     }
+
+    /// As [`Gpu::launch`], without shared memory, for a kernel that itself waits for the one before it (`griddepcontrol.wait`): its
+    /// launch then overlaps with that one's end. In a captured graph this becomes a programmatic edge.
+    ///
+    /// # Safety
+    /// As for [`Gpu::launch`]; and the kernel must wait before it reads or writes anything that the one before it touches.
+    pub unsafe fn launch_dependent(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        arguments: &mut [*mut std::ffi::c_void],
+    ) -> Result<(), CudaError> {
+        self.context.bind_to_thread().during("binding the context")?;
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut overlap,
+            numAttrs: 1,
+        };
+        // SAFETY: configuration and attribute outlive the call; arguments are promised by the caller.
+        unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .during("launching a dependent kernel")
+    }
 }
