@@ -299,7 +299,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   if (threadIdx.x == 32 * L::kWarps - 1) {
     for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1);
     for (int i = 0; i < 4 * kStages; ++i) sm.released[i / 4][i % 4] = 0;
-    for (int i = 0; i < L::kQuads; ++i) mbarrier_init(smem_addr(&sm.quads[i].taken), 4);
+    for (int i = 0; i < L::kQuads; ++i) mbarrier_init(smem_addr(&sm.quads[i].taken), 128);
     mbarrier_init_fence();
     prefetch_map(rows_map), prefetch_map(tile_map);
   }
@@ -481,8 +481,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
         t[2 * half] = sum_slices(s0.x, s1.x, s2.x, s3.x) * p.scale_log2, t[2 * half + 1] = sum_slices(s0.y, s1.y, s2.y, s3.y) * p.scale_log2;
       }
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_addr(&my.taken));
+    mbarrier_arrive(smem_addr(&my.taken));
   };
   auto mask_out = [&](int tile) {
     const int slice = hidden(b.warp % 4);
@@ -629,6 +628,8 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     const Place me = Place::now();
     const int slice = hidden(b.warp % 4);
     const Walk item = my.item;
+    const int done = last();                        // read before the barrier below, after which the next piece may be noted
+    const bool walked = first() <= done;
     const Request r = request_of(p, item.request);
     const int rows = r.rows << p.heads_log2, row0 = b.row_tile() * kRows + 32 * b.quad();
     const int64_t out_row = (static_cast<int64_t>(r.q_begin) << p.heads_log2) + row0;
@@ -651,7 +652,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       }
     }
     b.barrier();
-    if (first() <= last()) b.refill(last() + kStages, info_after(last()));
+    if (walked) b.refill(done + kStages, info_after(done));
     // Written out in full: O is in registers, which no loop can index.
     auto write_octet = [&](auto octet) {
       constexpr int i = decltype(octet)::value;
