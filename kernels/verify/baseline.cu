@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) verify_baseline(const 
     }
     for (int step = 1; step < 8; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
     const float m_new = next_max(m, top), scale = exp2_fast(m - m_new);
-    const float p0 = t[0] == -INFINITY ? 0.0f : exp2_scaled(t[0], m_new), p1 = t[1] == -INFINITY ? 0.0f : exp2_scaled(t[1], m_new);
+    const float p0 = t[0] == -INFINITY ? 0.0f : exp2_end(exp2_begin(t[0]), m_new), p1 = t[1] == -INFINITY ? 0.0f : exp2_end(exp2_begin(t[1]), m_new);
     const uint32_t rounded = pack_bf16(p0, p1);
     l = l * scale + (p0 + p1);
     weight = weight * scale + sum_bf16(rounded);

@@ -13,8 +13,13 @@ __device__ void add(float4& acc, float4 v, float w) {
   acc.x += w * v.x, acc.y += w * v.y, acc.z += w * v.z, acc.w += w * v.w;
 }
 
-__device__ void store(__nv_bfloat16* dst, float4 v, float scale) {
-  *reinterpret_cast<uint2*>(dst) = make_uint2(pack_bf16(v.x * scale, v.y * scale), pack_bf16(v.z * scale, v.w * scale));
+// What lane `lane` adds up of a slice: step lane / 4, quarter lane % 4.
+__device__ void store(__nv_bfloat16* row, int slice, int lane, float4 v, float scale) {
+  uint32_t* dst = reinterpret_cast<uint32_t*>(row + slice_column(slice, lane / 4) + 2 * (lane % 4));
+  dst[0] = pack_bf16(v.x * scale, v.y * scale), dst[4] = pack_bf16(v.z * scale, v.w * scale);
+}
+__device__ float4 read_part(const VerifyParams& p, int64_t row, int slice, int lane) {
+  return __ldcs(reinterpret_cast<const float4*>(p.partial_o) + partial_place(row, slice, lane / 4) + lane % 4);
 }
 
 // What one warp knows about 128 pieces: four a lane. Pieces without a key have weight 0.
@@ -73,15 +78,16 @@ __device__ bool find(const VerifyParams& p, int tile_rows, Row& r) {
 
 }  // namespace
 
-// `tile_rows`: rows of a row tile in the launch that wrote the partials. A block has one row x head and 128 columns.
+// `tile_rows`: rows of a row tile in the launch that wrote the partials. A block has one row x head and one slice of its columns.
 template <int kWarps>
 __device__ __forceinline__ void merge_spread(const VerifyParams& p, int tile_rows) {
-  constexpr int kColumns = 128, kAtOnce = 8, kRound = kWarps * kAtOnce;
+  constexpr int kAtOnce = 8, kRound = kWarps * kAtOnce;
   static_assert(kRound <= 128 && 128 % kRound == 0, "a lane holds the weights of 128 pieces");
   __shared__ float4 part[kWarps][32];
+  wait_for_previous();
   Row r;
   if (!find(p, tile_rows, r)) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * kColumns + 4 * lane;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = blockIdx.y;
   const float4* ml = p.partial_ml + r.first;
   Weights w = load(ml, 0, r.count, r.step);
   const Totals total = totals(w, ml, r.count, r.step);
@@ -101,7 +107,7 @@ __device__ __forceinline__ void merge_spread(const VerifyParams& p, int tile_row
         const float l = __shfl_sync(~0u, w.l[(round + kWarps * k) / 32], i % 32), m = __shfl_sync(~0u, w.m[(round + kWarps * k) / 32], i % 32);
         scale[k] = exp2_fast(m - total.m);
         v[k] = make_float4(0, 0, 0, 0);
-        if (l > 0.0f) v[k] = __ldcs(reinterpret_cast<const float4*>(p.partial_o + (r.first + (base + i) * r.step) * kLatent + column));
+        if (l > 0.0f) v[k] = read_part(p, r.first + (base + i) * r.step, slice, lane);
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) add(acc, v[k], scale[k]);
@@ -112,7 +118,7 @@ __device__ __forceinline__ void merge_spread(const VerifyParams& p, int tile_row
   if (warp > 0) return;
 #pragma unroll
   for (int k = 1; k < kWarps; ++k) add(acc, part[k][lane], 1.0f);
-  store(p.out + r.at * kLatent + column, acc, total.weight > 0.0f ? 1.0f / total.weight : 0.0f);
+  store(p.out + r.at * kLatent, slice, lane, acc, total.weight > 0.0f ? 1.0f / total.weight : 0.0f);
   if (lane == 0 && blockIdx.y == 0) p.lse[r.at] = natural_lse(total.m, total.l);
 }
 
@@ -124,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(128) verify_merge_mid(const __grid_
 }
 
 extern "C" __global__ void __launch_bounds__(32) verify_merge_narrow(const __grid_constant__ VerifyParams p, int tile_rows) {
+  wait_for_previous();
   Row r;
   if (!find(p, tile_rows, r)) return;
   const int lane = threadIdx.x % 32;
@@ -134,12 +141,11 @@ extern "C" __global__ void __launch_bounds__(32) verify_merge_narrow(const __gri
   for (int i = 0; i < r.count; ++i) {
     const float4 x = ml[i * r.step];
     const float scale = x.y > 0.0f ? exp2_fast(x.x - total.m) : 0.0f;
-    const float4* src = reinterpret_cast<const float4*>(p.partial_o + (r.first + i * r.step) * kLatent) + lane;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) add(acc[k], x.y > 0.0f ? __ldcs(src + 32 * k) : make_float4(0, 0, 0, 0), scale);
+    for (int k = 0; k < 4; ++k) add(acc[k], x.y > 0.0f ? read_part(p, r.first + i * r.step, k, lane) : make_float4(0, 0, 0, 0), scale);
   }
   const float scale = total.weight > 0.0f ? 1.0f / total.weight : 0.0f;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) store(p.out + r.at * kLatent + 4 * lane + 128 * k, acc[k], scale);
+  for (int k = 0; k < 4; ++k) store(p.out + r.at * kLatent, k, lane, acc[k], scale);
   if (lane == 0) p.lse[r.at] = natural_lse(total.m, total.l);
 }

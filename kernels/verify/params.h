@@ -26,7 +26,7 @@ struct VerifyParams {
   const int32_t* kv_indices;      // prefix slots
   const int32_t* draft_slots;     // [rows]
   const uint64_t* mask;           // [rows], bit j: row j of this request is me or my ancestor
-  float* partial_o;               // [partials][row tile][512], not normalised
+  float* partial_o;               // [partials][row tile][512], not normalised, in the order of `partial_place`
   float4* partial_ml;             // [partials][row tile], (m, l, weight, -): maximum (base 2), sum, sum of rounded probabilities
   int4* pieces;                   // [rows], where the merge finds a row's partials: first, count, step, row in tile
   int32_t batch;
@@ -40,4 +40,18 @@ struct VerifyParams {
   float split_root;               // at most split_root x sqrt(prefix) pieces a request (fast scheduler)
   int32_t partials;               // capacity of the partial buffers, in row tiles
 };
+
+// Columns of a row as the tensor cores of the tree kernel hold them: of four slices of 128, slice c has columns 64 c .. 64 c + 63 and
+// 256 + 64 c .. 256 + 64 c + 63. First column of step `step` (16 columns) of a slice:
+__host__ __device__ constexpr uint32_t slice_column(uint32_t slice, uint32_t step) {
+  return 64 * slice + 256 * (step / 4) + 16 * (step % 4);
+}
+
+// A partial output is kept as the registers that held it, so that it is written and read 16 bytes a lane: eight rows at a time,
+// [slice][step][row][quarter] of float4 = columns 2 quarter, 2 quarter + 1, 8 + 2 quarter, 9 + 2 quarter of the step. Place of (row 0,
+// quarter 0) of a step, in float4; `row` counts from the start of the buffer.
+__host__ __device__ constexpr int64_t partial_place(int64_t row, int slice, int step) {
+  return row / 8 * 1024 + (slice * 8 + step) * 32 + row % 8 * 4;
+}
+
 static_assert(sizeof(VerifyParams) == 144, "mirrored in Rust");

@@ -16,12 +16,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr));
 }
-__device__ __forceinline__ void ldmatrix_x2(uint32_t& r0, uint32_t& r1, uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r0), "=r"(r1) : "r"(addr));
-}
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr));
+}
+
+__device__ __forceinline__ void store_16(uint32_t addr, const uint32_t (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
@@ -53,11 +54,33 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Barrier of the 128 threads of a quad, and the same telling everyone whether `yes` holds for anyone.
+__device__ __forceinline__ void quad_barrier(int id) { asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ bool quad_barrier_or(int id, bool yes) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.s32 p, %2, 0;\n"
+      "barrier.cta.red.or.pred.aligned q, %1, 128, p;\n"
+      "selp.s32 %0, 1, 0, q;\n}" : "=r"(any) : "r"(id), "r"(static_cast<int>(yes)) : "memory");
+  return any != 0;
+}
+// Adds one to a counter in shared memory and returns what it was. Orders nothing.
+__device__ __forceinline__ int count_up(uint32_t counter) {
+  int before;
+  asm volatile("atom.relaxed.cta.shared::cta.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
+  return before;
+}
+
 // One 4-byte element from global to shared memory, in the background.
 __device__ __forceinline__ void copy_word(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
 __device__ __forceinline__ void copy_word_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Programmatic dependent launch: lets the next kernel start, and waits in it until the one before is done.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

@@ -11,15 +11,23 @@ constexpr float kMaxSlack = 8.0f;         // p stays at or below 2^8
 constexpr float kRound = 12582912.0f;     // 1.5 x 2^23: adding it rounds to an integer held in the low mantissa bits
 
 // The maximum to use after seeing a score of `top`.
-__device__ __forceinline__ float next_max(float m, float top) { return top > m + kMaxSlack ? ceilf(top) : m; }
+__device__ __forceinline__ float next_max(float m, float top) { return top > m + kMaxSlack ? (top + kRound) - kRound : m; }
 
-// 2^(t - m) for integer m: fraction by the special unit, integer part straight into the exponent. Below 2^-120 it stays there,
-// which vanishes in any sum that holds the row's largest probability.
-__device__ __forceinline__ float exp2_scaled(float t, float m) {
-  t = fmaxf(t, m - 120.0f);
+// 2^(t - m) for integer m: fraction by the special unit, integer part straight into the exponent. The fraction's part does not need m, so
+// it can be under way while m is being found. Below 2^-120 it stays there, which vanishes in any sum that holds the row's largest
+// probability.
+struct Exp {
+  float fraction;                         // 2^(t - rounded t)
+  float rounded;                          // t + kRound
+};
+__device__ __forceinline__ Exp exp2_begin(float t) {
+  t = fmaxf(t, -4.0e6f);                  // beyond, kRound would not round to integers
   const float r = t + kRound;
-  const float e = exp2_fast(t - (r - kRound));
-  return __int_as_float(__float_as_int(e) + ((__float_as_int(r) - __float_as_int(m + kRound)) << 23));
+  return {exp2_fast(t - (r - kRound)), r};
+}
+__device__ __forceinline__ float exp2_end(Exp x, float m) {
+  const int power = max(__float_as_int(x.rounded) - __float_as_int(m + kRound), -120);
+  return __int_as_float(__float_as_int(x.fraction) + (power << 23));
 }
 
 // The four latent slices of a score are summed as (0 + 1) + (2 + 3) everywhere.
