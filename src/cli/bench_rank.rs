@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use comfy_table::{Cell, Table};
 
-use crate::bench::rank::{Bench, Grid, Report, Setup, plot};
+use crate::bench::rank::{Bench, Grid, Report, Row, Setup, plot};
 use crate::device::cuda::{Gpu, Numerics};
 
 /// Time one tensor-parallel rank of K2.6 on one card, part by part, beside the floor (weights are made up on the card).
@@ -76,28 +76,30 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let (mut bench, mut report) = Bench::new(gpu, &setup, args.numerics, grid)?;
     eprintln!("{} of weights on {}", indicatif::HumanBytes(report.weight_bytes), report.device);
-    bench.run(&mut report, |row| {
+    let tell = |row: &Row| {
+        let (part, ratio) = (row.part.name(), row.us / row.floor_us);
         eprintln!(
-            "rows {:>2} batch {:>2} prefix {:>6} {:<11} {:>9.1} us, floor {:>9.1} us, {:.2}x",
-            row.draft_rows,
-            row.batch,
-            row.prefix,
-            row.part.name(),
-            row.us,
-            row.floor_us,
-            row.us / row.floor_us
+            "rows {:>2} batch {:>2} prefix {:>6} {part:<11} {:>9.1} us, floor {:>9.1} us, {ratio:.2}x",
+            row.draft_rows, row.batch, row.prefix, row.us, row.floor_us
         );
-    })?;
-    print!("{}", table(&report));
-    if let Some(path) = &args.json {
-        let text = serde_json::to_string(&report)?.replace("{\"draft_rows\"", "\n{\"draft_rows\"") + "\n";
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    };
+    let mut failure = None;
+    bench.run(&mut report, tell, |report| failure = write_json(args, report).err().or(failure.take()))?;
+    if let Some(failure) = failure {
+        return Err(failure);
     }
+    print!("{}", table(&report));
     if let (Some(path), Some(&prefix)) = (&args.svg, args.prefix.iter().min()) {
         let svg = plot::bars(&report, prefix).map_err(anyhow::Error::msg)?;
         std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn write_json(args: &Args, report: &Report) -> anyhow::Result<()> {
+    let Some(path) = &args.json else { return Ok(()) };
+    let text = serde_json::to_string(report)?.replace("{\"draft_rows\"", "\n{\"draft_rows\"") + "\n";
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 fn table(report: &Report) -> String {

@@ -153,8 +153,8 @@ impl Bench {
         Ok((Self { executor, bytes, grid, layers: config.layers, moe_layers, top_k: config.top_k, read_gbps, limits }, report))
     }
 
-    /// Measures every cell; `tell` gets each row as it comes.
-    pub fn run(&mut self, report: &mut Report, mut tell: impl FnMut(&Row)) -> Result<()> {
+    /// Measures every cell; `tell` gets each row as it comes, `save` the report after every cell, so that an interrupted run is not lost.
+    pub fn run(&mut self, report: &mut Report, mut tell: impl FnMut(&Row), mut save: impl FnMut(&Report)) -> Result<()> {
         let grid = self.grid.clone();
         for &prefix in &grid.prefixes {
             for &batch in grid.batches.iter().filter(|&&batch| batch * prefix <= grid.most_tokens) {
@@ -164,19 +164,22 @@ impl Bench {
                         tell(&row);
                         report.rows.push(row);
                     }
+                    save(report);
                 }
                 self.retire(batch)?;
             }
+        }
+        for &prompt in &grid.prompts {
+            report.prefill.push(self.prefill(prompt)?);
+            save(report);
         }
         for &prefix in &grid.compare {
             for &draft_rows in grid.draft_rows.iter().filter(|rows| COMPARED_ROWS.contains(rows)) {
                 let times = [Verify::Off, Verify::On].map(|mode| self.round(draft_rows, prefix, mode));
                 let [off_us, on_us] = times;
                 report.comparisons.push(Comparison { draft_rows, prefix, off_us: off_us?, on_us: on_us? });
+                save(report);
             }
-        }
-        for &prompt in &grid.prompts {
-            report.prefill.push(self.prefill(prompt)?);
         }
         Ok(())
     }
