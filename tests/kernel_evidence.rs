@@ -79,6 +79,17 @@ fn rank_evidence_is_of_the_kernels_in_this_tree_and_consistent() {
     }
 }
 
+/// `KDTREE_REDRAW=1 cargo test --test kernel_evidence` draws it again.
+#[test]
+fn the_plot_in_the_docs_is_drawn_from_the_evidence() {
+    let report: rank::Report = serde_json::from_str(&evidence(RANK_FILE).expect("tests/evidence/rank-h200.json")).expect("evidence parses");
+    let (drawn, file) = (rank::plot::bars(&report, 1024).unwrap(), format!("{}/docs/rank-h200.svg", env!("CARGO_MANIFEST_DIR")));
+    if std::env::var_os("KDTREE_REDRAW").is_some() {
+        std::fs::write(&file, &drawn).unwrap();
+    }
+    assert!(std::fs::read_to_string(file).is_ok_and(|shown| shown == drawn), "docs/rank-h200.svg shows other figures");
+}
+
 #[test]
 fn only_a_line_with_file_and_reason_excuses_stale_evidence() {
     assert!(excused("kernel-h200.json: comment in the scheduler moved, no card at hand", "kernel-h200.json"));
