@@ -222,12 +222,33 @@ impl Gpu {
         shared: u32,
         arguments: &mut [*mut std::ffi::c_void],
     ) -> Result<(), CudaError> {
-        self.context.bind_to_thread().during("binding the context")?;
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_clusters(function, grid, threads, shared, 1, arguments) }
+    }
+
+    /// The same in clusters of `cluster` blocks along x.
+    ///
+    /// # Safety
+    /// As for [`Gpu::launch_dependent`].
+    pub unsafe fn launch_clusters(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        threads: u32,
+        shared: u32,
+        cluster: u32,
+        arguments: &mut [*mut std::ffi::c_void],
+    ) -> Result<(), CudaError> {
+        use sys::CUlaunchAttributeID::{
+            CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as DEPENDENT,
         };
+        self.context.bind_to_thread().during("binding the context")?;
+        let dims = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        let mut attributes = [
+            (DEPENDENT, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 }),
+            (CLUSTER, sys::CUlaunchAttributeValue { clusterDim: dims }),
+        ]
+        .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
         let config = sys::CUlaunchConfig {
             gridDimX: grid.0,
             gridDimY: grid.1,
@@ -237,10 +258,10 @@ impl Gpu {
             blockDimZ: 1,
             sharedMemBytes: shared,
             hStream: self.stream.cu_stream(),
-            attrs: &raw mut attribute,
-            numAttrs: 1,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: if cluster > 1 { 2 } else { 1 },
         };
-        // SAFETY: `config` and its attribute outlive the call; the rest is promised by the caller.
+        // SAFETY: `config` and its attributes outlive the call; the rest is promised by the caller.
         unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
             .during("launching a kernel")

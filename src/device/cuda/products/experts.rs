@@ -10,7 +10,7 @@ use super::super::error::{CudaError, During};
 use super::super::gpu::Gpu;
 use super::super::scratch::Use;
 use super::routing::WorkList;
-use super::{Products, enqueue_struct, enqueue_values, int};
+use super::{Products, enqueue_struct, int};
 use crate::device::host::HostExpert;
 use crate::device::{DeviceError, Result};
 use crate::model::tensor::Int4Matrix;
@@ -79,7 +79,7 @@ impl CudaExperts {
             let mut values = [data.device_ptr(&device.gpu.stream).0.bits(), steps.bits(), scale.bits(), seed.bits()];
             let grid = (8 * device.gpu.sms, 1, 1);
             // SAFETY: the parameters of random_int4; the buffers outlive the launch.
-            unsafe { enqueue_values(&device.gpu, &device.products.random_int4, grid, 256, &mut values)? };
+            unsafe { device.gpu.enqueue(&device.products.random_int4, grid, 256, 0, &mut values)? };
         }
         Ok(new)
     }
@@ -125,7 +125,7 @@ impl CudaExperts {
         let from = data.device_ptr(&gpu.stream).0 + at as u64;
         let mut values = [from.bits(), int(tiles).bits(), int(steps).bits(), out.device_ptr(&gpu.stream).0.bits()];
         // SAFETY: the parameters of unpack_int4; `out` lives until the copy below has waited.
-        unsafe { enqueue_values(gpu, &device.products.unpack_int4, (gpu.sms, 1, 1), 256, &mut values)? };
+        unsafe { gpu.enqueue(&device.products.unpack_int4, (gpu.sms, 1, 1), 256, 0, &mut values)? };
         let all = gpu.stream.clone_dtoh(&out).during("reading unpacked experts")?;
         Ok(all.chunks_exact(steps * STEP).flat_map(|row| row[..k].to_vec()).collect())
     }
@@ -153,7 +153,7 @@ fn tile(gpu: &Gpu, products: &Products, raw: &Raw, pair: Option<&Raw>, tiles: us
     let steps = k.div_ceil(STEP);
     let mut values = [packed, scales, pair_packed, pair_scales, int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits()];
     // SAFETY: the parameters of tile_int4; the raw matrices are freed in stream order, after it.
-    unsafe { enqueue_values(gpu, &products.tile_int4, ((tiles * steps).div_ceil(8) as u32, 1, 1), 256, &mut values)? };
+    unsafe { gpu.enqueue(&products.tile_int4, ((tiles * steps).div_ceil(8) as u32, 1, 1), 256, 0, &mut values)? };
     Ok(())
 }
 

@@ -12,9 +12,7 @@ pub mod routing;
 mod rows;
 mod upload;
 
-use std::ffi::c_void;
-
-use cudarc::driver::{CudaFunction, CudaSlice, sys};
+use cudarc::driver::{CudaFunction, CudaSlice};
 
 use super::error::{CudaError, During};
 use super::gpu::Gpu;
@@ -98,71 +96,10 @@ fn tile_of(rows: usize) -> (usize, usize) {
     }
 }
 
-/// Enqueues one kernel as a programmatic dependent of the one before it, in clusters of `cluster` blocks along x. May be captured.
+/// Enqueues a kernel with one struct as its parameter as a programmatic dependent, in clusters of `cluster` blocks along x.
 ///
 /// # Safety
-/// `arguments` point at the kernel's parameters in order; device pointers in them stay valid until it (or the last replay of a
-/// graph that holds it) has run. The kernel waits for its predecessor before it touches what others write.
-unsafe fn enqueue(
-    gpu: &Gpu,
-    function: &CudaFunction,
-    grid: (u32, u32, u32),
-    threads: u32,
-    shared: u32,
-    cluster: u32,
-    arguments: &mut [*mut c_void],
-) -> Result<(), CudaError> {
-    gpu.context.bind_to_thread().during("binding the context")?;
-    use sys::CUlaunchAttributeID::{
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as DEPENDENT,
-    };
-    let dims = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
-    let mut attributes = [
-        (DEPENDENT, sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 }),
-        (CLUSTER, sys::CUlaunchAttributeValue { clusterDim: dims }),
-    ]
-    .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
-    let config = sys::CUlaunchConfig {
-        gridDimX: grid.0,
-        gridDimY: grid.1,
-        gridDimZ: grid.2,
-        blockDimX: threads,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: shared,
-        hStream: gpu.stream.cu_stream(),
-        attrs: attributes.as_mut_ptr(),
-        numAttrs: if cluster > 1 { 2 } else { 1 },
-    };
-    // SAFETY: `config` and its attributes outlive the call; the rest is promised by the caller.
-    unsafe { sys::cuLaunchKernelEx(&config, function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut()) }
-        .result()
-        .during("launching a kernel")
-}
-
-/// The same for kernels whose parameters take 8 bytes or less each ([`super::buffers::Argument::bits`]).
-///
-/// # Safety
-/// As for [`enqueue`].
-unsafe fn enqueue_values(
-    gpu: &Gpu,
-    function: &CudaFunction,
-    grid: (u32, u32, u32),
-    threads: u32,
-    values: &mut [u64],
-) -> Result<(), CudaError> {
-    let mut pointers = [std::ptr::null_mut(); 16];
-    for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
-        *pointer = (&raw mut *value).cast();
-    }
-    // SAFETY: promised by the caller.
-    unsafe { enqueue(gpu, function, grid, threads, 0, 1, &mut pointers[..values.len()]) }
-}
-
-/// The same for a kernel with one struct as its parameter.
-///
-/// # Safety
-/// As for [`enqueue`]; `T` mirrors the kernel's struct.
+/// As for [`Gpu::launch_clusters`]; `T` mirrors the kernel's struct.
 unsafe fn enqueue_struct<T>(
     gpu: &Gpu,
     function: &CudaFunction,
@@ -173,7 +110,7 @@ unsafe fn enqueue_struct<T>(
     parameters: &mut T,
 ) -> Result<(), CudaError> {
     // SAFETY: promised by the caller.
-    unsafe { enqueue(gpu, function, grid, threads, shared as u32, cluster, &mut [(&raw mut *parameters).cast()]) }
+    unsafe { gpu.launch_clusters(function, grid, threads, shared as u32, cluster, &mut [(&raw mut *parameters).cast()]) }
 }
 
 /// A number that the kernels count in 32 bits.

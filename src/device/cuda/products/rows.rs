@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use super::super::buffers::{Argument, CudaAct, CudaMatrix, CudaVector, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
-use super::{enqueue, enqueue_values, int};
+use super::int;
 use crate::device::{DeviceError, Result};
 
 /// The kernels take four columns at a time.
@@ -40,7 +40,7 @@ impl CudaDevice {
             return Ok(());
         }
         // SAFETY: the parameters of embed, whose buffers belong to the model and the round.
-        unsafe { enqueue(gpu, &self.products.embed, (rows.bound as u32, 1, 1), 256, 0, 1, &mut arguments)? };
+        unsafe { gpu.launch_dependent(&self.products.embed, (rows.bound as u32, 1, 1), 256, 0, &mut arguments)? };
         Ok(())
     }
 
@@ -80,7 +80,7 @@ impl CudaDevice {
             (out.stride as u64).bits(),
         ];
         // SAFETY: the parameters of rms_norm.
-        unsafe { enqueue_values(&self.gpu, &self.products.rms_norm, (rows as u32, 1, 1), threads, &mut values)? };
+        unsafe { self.gpu.enqueue_dependent(&self.products.rms_norm, (rows as u32, 1, 1), threads, 0, &mut values)? };
         Ok(())
     }
 
@@ -93,7 +93,7 @@ impl CudaDevice {
         let grid = ((x.width / 4).div_ceil(256) as u32, rows.bound as u32, 1);
         let mut values = [to.at.bits(), (to.stride as u64).bits(), from.at.bits(), (from.stride as u64).bits(), int(x.width).bits()];
         // SAFETY: the parameters of add_rows.
-        unsafe { enqueue_values(&self.gpu, &self.products.add_rows, grid, 256, &mut values)? };
+        unsafe { self.gpu.enqueue_dependent(&self.products.add_rows, grid, 256, 0, &mut values)? };
         Ok(())
     }
 
@@ -130,7 +130,7 @@ impl CudaDevice {
         ];
         let grid = ((width / 4).div_ceil(256) as u32, rows as u32, 1);
         // SAFETY: the parameters of copy_rows.
-        unsafe { enqueue_values(&self.gpu, &self.products.copy_rows, grid, 256, &mut values)? };
+        unsafe { self.gpu.enqueue_dependent(&self.products.copy_rows, grid, 256, 0, &mut values)? };
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl CudaDevice {
             pointer(&mut last_at),
         ];
         // SAFETY: the parameters of keep_last.
-        unsafe { enqueue(gpu, &self.products.keep_last, (1, 1, 1), 1024, 0, 1, &mut arguments)? };
+        unsafe { gpu.launch_dependent(&self.products.keep_last, (1, 1, 1), 1024, 0, &mut arguments)? };
         Ok(())
     }
 }

@@ -7,7 +7,6 @@ use super::super::buffers::{Argument, CudaAct, CudaMatrix, CudaVector};
 use super::super::device::CudaDevice;
 use super::super::error::{CudaError, During};
 use super::super::gpu::Gpu;
-use super::enqueue_values;
 use crate::device::{DeviceError, Result};
 use crate::model::tensor::Matrix;
 
@@ -37,7 +36,7 @@ impl CudaMatrix {
         let data = unsafe { gpu.stream.alloc::<bf16>(tiled_len(n, k)) }.during("allocating random weights")?;
         let mut values = [data.device_ptr(&gpu.stream).0.bits(), (data.len() as u64).bits(), scale.bits(), seed.bits()];
         // SAFETY: the parameters of random_weights; `data` is alive, and frees are ordered by the stream.
-        unsafe { enqueue_values(gpu, &device.products.random_weights, (4 * gpu.sms, 1, 1), 256, &mut values)? };
+        unsafe { gpu.enqueue(&device.products.random_weights, (4 * gpu.sms, 1, 1), 256, 0, &mut values)? };
         Ok(Self { data, n, k })
     }
 
@@ -52,7 +51,7 @@ impl CudaMatrix {
         let out = gpu.stream.alloc_zeros::<bf16>(self.n * self.k).during("allocating a copy of weights")?;
         let mut values = [self.at(gpu).bits(), (self.n as u64).bits(), (self.k as u32).bits(), out.device_ptr(&gpu.stream).0.bits()];
         // SAFETY: the parameters of untile_weights; both buffers live until the copy below has waited.
-        unsafe { enqueue_values(gpu, &device.products.untile_weights, (4 * gpu.sms, 1, 1), 256, &mut values)? };
+        unsafe { gpu.enqueue(&device.products.untile_weights, (4 * gpu.sms, 1, 1), 256, 0, &mut values)? };
         Ok(gpu.stream.clone_dtoh(&out).during("reading weights")?)
     }
 }
@@ -79,7 +78,7 @@ impl CudaDevice {
             (data.len() as u64 / 8).bits(),
         ];
         // SAFETY: the parameters of tile_weights; `raw` is freed in stream order, after the kernel.
-        unsafe { enqueue_values(gpu, &self.products.tile_weights, (4 * gpu.sms, 1, 1), 256, &mut values)? };
+        unsafe { gpu.enqueue(&self.products.tile_weights, (4 * gpu.sms, 1, 1), 256, 0, &mut values)? };
         Ok(CudaMatrix { data, n, k })
     }
 
