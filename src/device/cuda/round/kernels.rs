@@ -1,6 +1,7 @@
 //! The loaded kernels of rounds, and how they are launched.
 
 use std::ffi::c_void;
+use std::marker::PhantomData;
 
 use cudarc::driver::CudaFunction;
 
@@ -60,9 +61,16 @@ impl Grid {
     }
 }
 
-/// A structure passed by value.
-pub(super) fn by_value<T>(value: &T) -> *mut c_void {
-    std::ptr::from_ref(value).cast_mut().cast()
+/// A structure that a launch passes by value: where it lies, for as long as it lives.
+#[derive(Clone, Copy)]
+pub(super) struct ByValue<'a> {
+    at: *mut c_void,
+    of: PhantomData<&'a ()>,
+}
+
+/// The launch that follows reads `value`.
+pub(super) fn by_value<T>(value: &T) -> ByValue<'_> {
+    ByValue { at: std::ptr::from_ref(value).cast_mut().cast(), of: PhantomData }
 }
 
 /// Enqueues a kernel that takes `structs` by value and then `values` of 8 bytes or less each.
@@ -73,11 +81,11 @@ pub(super) unsafe fn launch(
     gpu: &Gpu,
     function: &CudaFunction,
     grid: Grid,
-    structs: &[*mut c_void],
+    structs: &[ByValue<'_>],
     values: &mut [u64],
 ) -> Result<(), CudaError> {
     let mut arguments = [std::ptr::null_mut(); 12];
-    let pointers = structs.iter().copied().chain(values.iter_mut().map(|value| (&raw mut *value).cast()));
+    let pointers = structs.iter().map(|value| value.at).chain(values.iter_mut().map(|value| (&raw mut *value).cast()));
     let count = arguments.iter_mut().zip(pointers).map(|(argument, pointer)| *argument = pointer).count();
     debug_assert_eq!(count, structs.len() + values.len());
     // SAFETY: promised by the caller; the driver copies the parameters before it returns.

@@ -103,7 +103,8 @@ impl CudaRound {
         let gpu = &device.gpu;
         self.staging.reserve(gpu, tokens.len() * 4, 1)?;
         let mut values = [self.staging.put(tokens), (request as i32).bits(), (start as i32).bits(), (tokens.len() as i32).bits()];
-        let structs = [by_value(&self.memory.pointers), by_value(&rows.pointers(gpu))];
+        let row_pointers = rows.pointers(gpu);
+        let structs = [by_value(&self.memory.pointers), by_value(&row_pointers)];
         // SAFETY: the parameters of `round_place_chunk`; the staged tokens stay until the next synchronisation.
         unsafe { launch(gpu, &device.rounds.place_chunk, Grid::new(tokens.len().div_ceil(256), 1, 256), &structs, &mut values)? };
         Ok(())
@@ -138,7 +139,8 @@ impl CudaRound {
         self.fits(rows, groups * block)?;
         self.describe(rows, groups * block, groups, self.reach);
         let mut values = [mask_token.bits(), (rows.bound as i32).bits(), (groups as i32).bits()];
-        let structs = [by_value(&self.memory.pointers), by_value(&rows.pointers(&device.gpu))];
+        let row_pointers = rows.pointers(&device.gpu);
+        let structs = [by_value(&self.memory.pointers), by_value(&row_pointers)];
         // SAFETY: the parameters of `round_place_blocks`; the rows hold the bound.
         unsafe { launch(&device.gpu, &device.rounds.place_blocks, Grid::new(1, 1, 1024), &structs, &mut values)? };
         Ok(())
@@ -170,7 +172,8 @@ impl CudaRound {
         self.fits(rows, self.sizes.rows)?;
         self.describe(rows, self.sizes.rows, self.sizes.groups, self.reach);
         let mut values = [(rows.bound as i32).bits(), (rows.group_bound as i32).bits()];
-        let structs = [by_value(&self.memory.pointers), by_value(&rows.pointers(&device.gpu))];
+        let row_pointers = rows.pointers(&device.gpu);
+        let structs = [by_value(&self.memory.pointers), by_value(&row_pointers)];
         // SAFETY: the parameters of `round_place_trees`; the rows hold the bound.
         unsafe { launch(&device.gpu, &device.rounds.place_trees, Grid::new(1, 1, 1024), &structs, &mut values)? };
         Ok(())
@@ -211,10 +214,11 @@ impl CudaRound {
         }
         let cache = latents.data.device_ptr(&gpu.stream).0;
         let mut moved = [cache, (latents.slots * row_bytes) as u64, (row_bytes as i32).bits()];
+        let row_pointers = accepted.pointers(gpu);
         let pointers = by_value(&self.memory.pointers);
         // SAFETY: the parameters of `round_walk` and `round_move`; rows and latents hold what they are said to hold.
         unsafe {
-            let structs = [pointers, by_value(&accepted.pointers(gpu))];
+            let structs = [pointers, by_value(&row_pointers)];
             launch(gpu, &device.rounds.walk, Grid::new(sizes.groups.div_ceil(WALKERS), 1, 128), &structs, &mut values)?;
             launch(gpu, &device.rounds.shift, Grid::new(latents.layers, sizes.groups, 96), &[pointers], &mut moved)?;
         }
