@@ -99,6 +99,26 @@ impl Place {
             }
         }
     }
+
+    /// Why a rank of `weights` bytes with `cache` bytes of KV cache cannot work here.
+    fn too_small(&self, weights: u64, cache: usize) -> Option<String> {
+        let Self::Cuda(cards) = self else { return None };
+        let card = cards.iter().min_by_key(|card| card.memory)?;
+        let needed = weights as usize + cache + CARD_WORK_BYTES;
+        let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
+        (needed > card.memory).then(|| {
+            format!(
+                "a rank needs {:.1} GiB (weights {:.1}, KV cache {:.1}, working memory {:.1}), but {} has {:.1}: use more ranks, or a \
+                 smaller engine.kv_tokens or engine.max_model_len",
+                gib(needed),
+                gib(weights as usize),
+                gib(cache),
+                gib(CARD_WORK_BYTES),
+                card.name,
+                gib(card.memory)
+            )
+        })
+    }
 }
 
 /// Share of a card's memory that is used.
@@ -130,7 +150,11 @@ impl Prepared {
         let place = Place::choose(&options)?;
         let of_rank = |checkpoint: &Checkpoint| checkpoint.inventory().bytes_per_rank(options.ranks);
         let weights = of_rank(&checkpoint) + draft_checkpoint.as_deref().map_or(0, of_rank);
-        let limits = limits_of(&options, &config, draft.as_ref(), &place, weights);
+        let slot = place.cache_value() * config.cached_values(draft.as_ref(), options.ranks);
+        let limits = limits_of(&options, &config, draft.as_ref(), slot, place.cache_bytes(weights));
+        if let Some(problem) = place.too_small(weights, limits.slots * slot) {
+            return Err(StartError::Options(problem));
+        }
         let info = ModelInfo {
             name: served_name(&options, &source),
             vocab_size: config.vocab,
@@ -320,16 +344,15 @@ fn load_rank<D: Device>(
     Executor::new(device, target, drafter, limits, taps.len())
 }
 
-fn limits_of(options: &EngineOptions, config: &TargetConfig, draft: Option<&DraftConfig>, place: &Place, weights: u64) -> Limits {
+/// `slot`: bytes of cache a token; `most`: bytes of cache taken without being asked.
+fn limits_of(options: &EngineOptions, config: &TargetConfig, draft: Option<&DraftConfig>, slot: usize, most: usize) -> Limits {
     let context = options.context(config.max_positions);
-    let drafted = draft.map_or(0, DraftConfig::slot_width) / options.ranks;
-    let bytes = place.cache_value() * (config.layers * config.slot_width() + drafted);
     Limits {
         requests: options.max_running,
         verify_rows: VERIFY_ROWS.max(options.max_running),
         chunk_rows: options.chunk_tokens,
         context,
-        slots: options.slots(context, bytes, place.cache_bytes(weights)),
+        slots: options.slots(context, slot, most),
         block: draft.map_or(1, |draft| draft.block_size),
         vocab: config.vocab,
     }
@@ -370,4 +393,20 @@ fn planted_kernel_fault() -> Option<KernelFault> {
         2 => KernelFault::MaskStride,
         _ => KernelFault::DroppedSplit,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_does_not_fit_its_card_is_refused_by_numbers() {
+        let card = |gib: usize| Card { ordinal: 0, name: "a card".into(), capability: (12, 0), target: None, memory: gib << 30 };
+        let place = Place::Cuda(vec![card(141), card(96)]);
+        assert_eq!(place.too_small(71 << 30, 15 << 30), None, "71 + 15 + 6 of 96");
+        let refused = place.too_small(71 << 30, 30 << 30).unwrap();
+        assert!(refused.contains("107.0 GiB (weights 71.0, KV cache 30.0") && refused.contains("a card has 96.0"), "{refused}");
+        assert_eq!(place.cache_bytes(100 << 30), 0, "no cache is promised beyond the card");
+        assert_eq!(Place::Cpu.too_small(1 << 50, 1 << 50), None, "the CPU has what the system gives");
+    }
 }

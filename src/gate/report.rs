@@ -1,5 +1,6 @@
 //! What a run of the gate found: as JSON in the certificate, as a table on the terminal.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use comfy_table::{Table, presets};
@@ -120,13 +121,11 @@ impl Report {
         let (ties, differences) = std::mem::take(&mut self.differences).into_iter().partition(|difference| difference.is_tie(margin));
         (self.ties, self.differences) = (ties, differences);
         let most = self.prompts.len().div_ceil(4);
-        for pass in &self.passes {
-            let name = format!("verify {}, budget {}", pass.verify, pass.budget);
-            let ties = self.ties.iter().filter(|tie| tie.pass == name).count();
-            if ties > most {
-                self.failures.push(format!("{name}: {ties} ties, wanted at most {most} in {} prompts", self.prompts.len()));
-            }
-        }
+        let mut by_pass: BTreeMap<&str, usize> = BTreeMap::new();
+        self.ties.iter().for_each(|tie| *by_pass.entry(&tie.pass).or_default() += 1);
+        let too_many = by_pass.into_iter().filter(|&(_, ties)| ties > most);
+        self.failures
+            .extend(too_many.map(|(pass, ties)| format!("{pass}: {ties} ties, wanted at most {most} in {} prompts", self.prompts.len())));
     }
 
     /// The first finding in one line, for log lines and the service manager.

@@ -209,6 +209,12 @@ impl TargetConfig {
         self.kv_lora_rank + self.rope_dim
     }
 
+    /// Values per token that one of `ranks` ranks caches over all layers: the whole latent of the target, and the drafter's keys and
+    /// values cut by heads (ranks beyond the key heads hold a copy).
+    pub fn cached_values(&self, draft: Option<&DraftConfig>, ranks: usize) -> usize {
+        self.layers * self.slot_width() + draft.map_or(0, |draft| draft.slot_width() / ranks.min(draft.kv_heads))
+    }
+
     pub fn shared_intermediate(&self) -> usize {
         self.shared_experts * self.moe_intermediate
     }

@@ -185,9 +185,7 @@ impl Report {
     /// Tokens = (usable memory - weights - working memory) / bytes per token. Every rank keeps the whole latent of the target; the drafter's
     /// keys and values are cut by heads.
     fn kv_estimate(&self, target: &TargetConfig, draft: Option<&DraftConfig>, card: Card) -> KvEstimate {
-        let of_target = (target.layers * target.slot_width()) as u64 * KV_VALUE;
-        let of_draft = draft.map_or(0, |draft| (draft.slot_width() / self.ranks) as u64 * KV_VALUE);
-        let bytes_per_token = of_target + of_draft;
+        let bytes_per_token = target.cached_values(draft, self.ranks) as u64 * KV_VALUE;
         let bytes_left = ((card.gib * card.usable - card.work_gib) * GIB) as i64 - self.bytes_per_rank as i64;
         let tokens = bytes_left.max(0) as u64 / bytes_per_token;
         KvEstimate { card, bytes_per_token, bytes_left, tokens, max_positions: target.max_positions }

@@ -49,7 +49,8 @@ pub struct Target<D: Device> {
     partial: D::Act,
     q: D::Act,
     attended: D::Act,
-    local_logits: D::Act,
+    /// This rank's part of the logits; `None` where it is alone.
+    local_logits: Option<D::Act>,
     /// `[rows, vocab]` after `head`, `[1, vocab]` after `head_of_last` and `head_of_prompt`.
     pub logits: D::Act,
     /// `[rows, taps * hidden]` after `forward`.
@@ -110,7 +111,7 @@ impl<D: Device> Target<D> {
             partial: device.act(rows, hidden)?,
             q: device.act(rows, shape.heads * shape.query_width())?,
             attended: device.act(rows, shape.heads * shape.value)?,
-            local_logits: device.act(rows, local_vocab.len())?,
+            local_logits: if rank.size > 1 { Some(device.act(rows, local_vocab.len())?) } else { None },
             logits: device.act(rows, config.vocab)?,
             tapped: device.act(rows, (taps.len() * hidden).max(1))?,
         })
@@ -269,8 +270,7 @@ impl<D: Device> Target<D> {
     /// Logits of every row of the last pass.
     pub fn head(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
         device.rms_norm(&self.x, &self.norm, self.eps, rows, &mut self.normed)?;
-        device.linear(&self.normed, &self.head, rows, &mut self.local_logits)?;
-        device.gather_columns(&self.local_logits, rows, &mut self.logits)
+        logits_of(device, &self.head, &self.normed, rows, &mut self.local_logits, &mut self.logits)
     }
 
     /// Logits of the last row of a pass by `forward`, in row 0 of `logits`; `last` becomes that row.
@@ -282,19 +282,31 @@ impl<D: Device> Target<D> {
     /// Logits of the row `last` of a prompt that `prefill` has ended, in row 0 of `logits`.
     pub fn head_of_prompt(&mut self, device: &D, last: &D::Rows) -> Result<()> {
         device.rms_norm(&self.last, &self.norm, self.eps, last, &mut self.normed)?;
-        device.linear(&self.normed, &self.head, last, &mut self.local_logits)?;
-        device.gather_columns(&self.local_logits, last, &mut self.logits)
+        logits_of(device, &self.head, &self.normed, last, &mut self.local_logits, &mut self.logits)
     }
 
     /// Logits of rows that are already normed: the drafter's, which shares this head.
     pub fn head_of(&mut self, device: &D, normed: &D::Act, rows: &D::Rows) -> Result<()> {
-        device.linear(normed, &self.head, rows, &mut self.local_logits)?;
-        device.gather_columns(&self.local_logits, rows, &mut self.logits)
+        logits_of(device, &self.head, normed, rows, &mut self.local_logits, &mut self.logits)
     }
 
     pub fn rank(&self) -> Rank {
         self.rank
     }
+}
+
+/// Logits of normed rows: a lone rank's are whole, those of several are gathered from each rank's part of the vocabulary.
+fn logits_of<D: Device>(
+    device: &D,
+    head: &D::Matrix,
+    normed: &D::Act,
+    rows: &D::Rows,
+    part: &mut Option<D::Act>,
+    logits: &mut D::Act,
+) -> Result<()> {
+    let Some(part) = part else { return device.linear(normed, head, rows, logits) };
+    device.linear(normed, head, rows, part)?;
+    device.gather_columns(part, rows, logits)
 }
 
 /// Attention shapes of one rank.

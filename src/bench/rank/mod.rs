@@ -301,8 +301,6 @@ impl Bench {
 
     /// Prefills one prompt of `prompt` tokens, chunk after chunk.
     fn prefill(&mut self, prompt: usize) -> Result<Prefill> {
-        self.admit(1, 1)?;
-        self.retire(1)?;
         let slots: Vec<u32> = (0..(prompt + SLACK) as u32).collect();
         let admission = Admission {
             sampling: Sampling::greedy(),

@@ -202,12 +202,8 @@ impl Gpu {
         shared: u32,
         values: &mut [u64],
     ) -> Result<(), CudaError> {
-        let mut pointers = [std::ptr::null_mut(); 32];
-        for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
-            *pointer = (&raw mut *value).cast();
-        }
         // SAFETY: promised by the caller.
-        unsafe { self.launch(function, grid, threads, shared, &mut pointers[..values.len()]) }
+        unsafe { self.launch(function, grid, threads, shared, &mut addresses(values)[..values.len()]) }
     }
 
     /// Enqueues one kernel as a programmatic dependent of the one before it: it may start while that one drains. May be captured.
@@ -279,11 +275,17 @@ impl Gpu {
         shared: u32,
         values: &mut [u64],
     ) -> Result<(), CudaError> {
-        let mut pointers = [std::ptr::null_mut(); 32];
-        for (pointer, value) in pointers.iter_mut().zip(values.iter_mut()) {
-            *pointer = (&raw mut *value).cast();
-        }
         // SAFETY: promised by the caller.
-        unsafe { self.launch_dependent(function, grid, threads, shared, &mut pointers[..values.len()]) }
+        unsafe { self.launch_dependent(function, grid, threads, shared, &mut addresses(values)[..values.len()]) }
     }
+}
+
+/// Where each value lies, as a launch wants it. A kernel has at most 32 parameters.
+fn addresses(values: &mut [u64]) -> [*mut std::ffi::c_void; 32] {
+    assert!(values.len() <= 32, "{} parameters of a kernel, wanted at most 32", values.len());
+    let mut addresses = [std::ptr::null_mut(); 32];
+    for (address, value) in addresses.iter_mut().zip(values) {
+        *address = std::ptr::from_mut(value).cast();
+    }
+    addresses
 }

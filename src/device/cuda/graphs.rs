@@ -39,11 +39,8 @@ impl Graphs {
         if let Some(graph) = self.recorded.borrow().get(&(bucket, verify)) {
             return Ok(graph.launch().during("replaying a round")?);
         }
-        let graph = capture(gpu, body)?;
-        if let Some(graph) = &graph {
+        if let Some(graph) = capture(gpu, body)? {
             graph.launch().during("starting a recorded round")?;
-        }
-        if let Some(graph) = graph {
             self.recorded.borrow_mut().insert((bucket, verify), graph);
         }
         Ok(())

@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::super::buffers::Argument;
 use super::super::device::CudaDevice;
-use super::super::error::{CudaError, During};
+use super::super::error::During;
 use super::super::gpu::Gpu;
 use super::super::scratch::Use;
 use super::routing::WorkList;
@@ -138,9 +138,8 @@ struct Raw {
 }
 
 impl Raw {
-    fn upload(gpu: &Gpu, matrix: &Int4Matrix<'_>) -> std::result::Result<Self, CudaError> {
-        let packed = gpu.stream.clone_htod(&matrix.packed[..]).during("uploading an expert")?;
-        Ok(Self { packed, scales: gpu.stream.clone_htod(&matrix.scales[..]).during("uploading an expert's scales")? })
+    fn upload(device: &CudaDevice, matrix: &Int4Matrix<'_>) -> Result<Self> {
+        Ok(Self { packed: device.upload(&matrix.packed)?, scales: device.upload(&matrix.scales)? })
     }
 
     fn at(&self, gpu: &Gpu) -> [u64; 2] {
@@ -168,7 +167,7 @@ impl CudaDevice {
         let experts = CudaExperts::empty(&self.gpu, weights.len(), inner, hidden)?;
         let (gate_up, down) = (experts.gate_up.device_ptr(&self.gpu.stream).0, experts.down.device_ptr(&self.gpu.stream).0);
         for (i, expert) in weights.iter().enumerate() {
-            let of = |matrix| Raw::upload(&self.gpu, matrix);
+            let of = |matrix| Raw::upload(self, matrix);
             let (gate, up) = (of(&expert.gate)?, of(&expert.up)?);
             let to = gate_up + (i * gate_up_bytes(inner, hidden)) as u64;
             tile(&self.gpu, &self.products, &gate, Some(&up), inner / 8, hidden, to)?;

@@ -67,7 +67,7 @@ impl CudaDevice {
         let (n, k) = (weights.rows, weights.columns);
         check(n, k)?;
         let gpu = &self.gpu;
-        let raw: CudaSlice<bf16> = gpu.stream.clone_htod(&weights.data[..]).during("uploading weights")?;
+        let raw: CudaSlice<bf16> = self.upload(&weights.data)?;
         // SAFETY: the kernel below writes all of it.
         let data = unsafe { gpu.stream.alloc::<bf16>(tiled_len(n, k)) }.during("allocating weights")?;
         let mut values = [
