@@ -58,6 +58,7 @@ fn run_batches(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.overrides.load()?;
     start_logging(&LogConfig { filter: "warn".into(), ..config.log.clone() })?;
     let prepared = Prepared::read(config.engine)?;
+    batches::check(&prepared.info, &args.batch, args.beside.map(|prompt| (STREAMS, prompt)))?;
     let (recorder, wanted) = (Arc::new(Recorder::default()), args.clone());
     let inside = recorder.clone();
     let report = measured(prepared, recorder, move |driver| {

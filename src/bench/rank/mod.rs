@@ -121,13 +121,14 @@ impl Bench {
         let rank = Rank { index: 0, size: setup.ranks };
         let read_gbps = read_rate(&gpu)?;
         let requests = grid.batches.iter().copied().max().unwrap_or(1);
-        let context = grid.prefixes.iter().chain(&grid.prompts).copied().max().unwrap_or(0) + SLACK;
+        let longest = grid.prefixes.iter().chain(&grid.prompts).chain(&grid.compare).copied().max().unwrap_or(0);
+        let context = longest + SLACK;
         let limits = Limits {
             requests,
             verify_rows: grid.most_rows.max(MAX_ROWS),
             chunk_rows: CHUNK,
             context,
-            slots: (grid.most_tokens + requests * (SLACK + MAX_ROWS)).next_multiple_of(16),
+            slots: (grid.most_tokens.max(longest) + requests * (SLACK + MAX_ROWS)).next_multiple_of(16),
             block: draft.block_size,
             vocab: config.vocab,
         };
