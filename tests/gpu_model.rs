@@ -29,8 +29,13 @@ const MARGIN: f32 = 0.15;
 
 /// Options for the model in the repository on a card; `None`, with the reason printed, where there is none.
 fn on_card(numerics: Numerics) -> Option<EngineOptions> {
-    match usable_cards(1) {
-        Ok(_) => Some(EngineOptions { device: DeviceKind::Cuda, numerics, max_running: 32, ..options() }),
+    on_cards(1, numerics)
+}
+
+/// The same, cut over `ranks` cards.
+fn on_cards(ranks: usize, numerics: Numerics) -> Option<EngineOptions> {
+    match usable_cards(ranks) {
+        Ok(_) => Some(EngineOptions { device: DeviceKind::Cuda, numerics, ranks, max_running: 32, ..options() }),
         Err(error) => {
             println!("skipped: {error}");
             None
@@ -253,5 +258,29 @@ fn fast_numerics_differ_between_budgets_only_where_the_choice_is_close() {
             tokens(&driver.generate(requests).unwrap())
         });
         compare(&format!("fast, {budget} against off"), &found, &reference);
+    }
+}
+
+#[test]
+fn two_cards_give_the_texts_of_one_where_they_are_sure() {
+    let Some(cards) = on_cards(2, Numerics::Fast) else { return };
+    let run = |options: EngineOptions| {
+        with_engine(options, |driver| {
+            let requests = watched(&sixty_prompts(driver), Budget::Tree(16));
+            driver.generate(requests).unwrap()
+        })
+    };
+    let reference = run(EngineOptions { ranks: 1, ..cards.clone() });
+    let equal = compare("two cards against one", &tokens(&run(cards)), &reference);
+    assert!(equal * 4 >= reference.len() * 3, "only {equal} of {} texts equal", reference.len());
+}
+
+#[test]
+fn two_cards_in_exact_numerics_give_the_same_tokens_under_every_budget_and_batch() {
+    let Some(cards) = on_cards(2, Numerics::Exact) else { return };
+    let reference = with_engine(cards.clone(), |driver| all(driver, Budget::Off, 1));
+    for (budget, together) in [(Budget::Off, 8), (Budget::Chain, 8), (Budget::Tree(32), 8)] {
+        let found = with_engine(cards.clone(), move |driver| all(driver, budget, together));
+        assert_eq!(found, reference, "{budget}, {together} at a time");
     }
 }

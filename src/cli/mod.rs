@@ -1,6 +1,7 @@
 //! The commands: one file each, with its arguments and a `run`.
 
 pub mod bench_kernel;
+pub mod bench_load;
 pub mod bench_rank;
 pub mod bench_round;
 pub mod bench_serve;
@@ -44,7 +45,7 @@ pub enum Command {
     Doctor(doctor::Args),
     /// Ask a server for a completion; status 1 when it generates nothing (for a timer that restarts it)
     Health(health::Args),
-    /// Measure: round, serve, kernel, rank
+    /// Measure: round, serve, kernel, rank, load
     #[command(subcommand)]
     Bench(Bench),
 }
@@ -57,6 +58,8 @@ pub enum Bench {
     Kernel(bench_kernel::Args),
     /// Time one rank of full-size K2.6 on one card, part by part
     Rank(bench_rank::Args),
+    /// Time how a rank's weights come from disk onto its device
+    Load(bench_load::Args),
     /// Load an OpenAI server and report latencies
     Serve(bench_serve::Args),
 }
@@ -74,6 +77,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(Bench::Kernel(args)) => bench_kernel::run(args),
         Command::Bench(Bench::Rank(args)) => bench_rank::run(&args),
+        Command::Bench(Bench::Load(args)) => bench_load::run(&args),
         Command::Health(args) => health::run(&args),
         Command::Bench(Bench::Serve(args)) => bench_serve::run(&args).map(|()| ExitCode::SUCCESS),
     }

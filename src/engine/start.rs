@@ -274,8 +274,8 @@ impl Prepared {
         let meeting = if size > 1 { Some(Meeting::new(size)?) } else { None };
         let (limits, verify, numerics) = (self.limits.clone(), self.options.verify, self.options.numerics);
         self.ranks(threads, progress, move |index| {
-            let gpu = Gpu::open(index)?;
-            let collective = meeting.as_ref().map(|meeting| cuda::collective::Collective::join(meeting, index, &gpu)).transpose()?;
+            let mut gpu = Gpu::open(index)?;
+            let collective = meeting.as_ref().map(|meeting| cuda::collective::Collective::join(meeting, index, &mut gpu)).transpose()?;
             let mut device = CudaDevice::new(gpu, numerics, verify, &limits, collective)?;
             device.plant(planted_kernel_fault());
             Ok(device)

@@ -24,9 +24,8 @@ impl Checkpoint {
     /// # Errors
     /// Every tensor with a finding.
     pub fn scan_values(&self, progress: &dyn Progress) -> Result<(), Problems> {
-        let floats: Vec<(&TensorSpec, &Place)> =
-            self.located().filter(|(spec, _)| matches!(spec.wanted, Wanted::Bf16 | Wanted::F32)).collect();
-        progress.begin("checking values", floats.iter().map(|(_, place)| (place.end - place.begin) as u64).sum());
+        let floats: Vec<(&TensorSpec, &Place)> = self.floats().collect();
+        progress.begin("checking values", self.float_bytes());
         let problems = Mutex::new(Vec::new());
         let report = |problem| problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(problem);
         floats.par_iter().for_each(|(spec, place)| {
@@ -46,6 +45,15 @@ impl Checkpoint {
         let mut problems = problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         problems.sort_unstable_by(|a, b| (&a.file, &a.subject).cmp(&(&b.file, &b.subject)));
         Problems::unless_empty(&self.source().to_string(), problems, ())
+    }
+
+    /// Bytes of bf16 and f32 tensors: what a scan reads.
+    pub fn float_bytes(&self) -> u64 {
+        self.floats().map(|(_, place)| (place.end - place.begin) as u64).sum()
+    }
+
+    fn floats(&self) -> impl Iterator<Item = (&TensorSpec, &Place)> {
+        self.located().filter(|(spec, _)| matches!(spec.wanted, Wanted::Bf16 | Wanted::F32))
     }
 
     fn located(&self) -> impl Iterator<Item = (&TensorSpec, &Place)> {

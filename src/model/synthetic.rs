@@ -24,6 +24,8 @@ pub enum Fill {
     Holes,
     /// Weights of sensible scale from this seed: activations keep their size through the layers, routing is spread, nothing overflows.
     Random(u64),
+    /// The same, but every tensor repeats its first 65,536 numbers: quick to make at any size.
+    Repeated(u64),
 }
 
 /// Sizes of a target. Head sizes and latent width are K2.6's, as its kernels need them.
@@ -139,7 +141,7 @@ impl DraftSizes {
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     pub fill: Fill,
-    /// Files the tensors are spread over.
+    /// Most files the tensors are spread over.
     pub shards: usize,
     /// Add the 335 tensors of the vision tower and its projector, in the full model's sizes (0.94 GB; always holes).
     pub vision: bool,
@@ -158,7 +160,7 @@ pub fn write_target(directory: &Path, sizes: &TargetSizes, layout: Layout) -> io
     let entries = inventory.tensors.iter().zip(0..).map(|(spec, number)| {
         let entry = Entry::of_spec(spec, WRAPPER_PREFIX, layout.fill, number);
         match (spec.part, layout.fill) {
-            (Part::ExpertsShapes, Fill::Random(_)) => entry.stating(expert_shape(&spec.name, sizes)),
+            (Part::ExpertsShapes, Fill::Random(_) | Fill::Repeated(_)) => entry.stating(expert_shape(&spec.name, sizes)),
             _ => entry,
         }
     });

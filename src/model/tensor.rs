@@ -63,6 +63,15 @@ impl<'a> Matrix<'a> {
         &self.data[row * self.columns..][..self.columns]
     }
 
+    /// As [`Int4Matrix::fetch`].
+    #[must_use]
+    pub fn fetch(self) -> Self {
+        if let Cow::Borrowed(data) = self.data {
+            will_need(bytemuck::cast_slice(data));
+        }
+        self
+    }
+
     /// The part of a rank.
     pub fn cut(&self, cut: Cut, rank: usize, ranks: usize) -> Matrix<'a> {
         let (rows, columns) = cut.ranges(self.rows, self.columns, rank, ranks);
@@ -103,6 +112,18 @@ impl<'a> Int4Matrix<'a> {
         out
     }
 
+    /// Asks the system to have what is borrowed from a mapped file in memory soon, so that the disk is busy before it is needed.
+    #[must_use]
+    pub fn fetch(self) -> Self {
+        if let Cow::Borrowed(packed) = self.packed {
+            will_need(packed);
+        }
+        if let Cow::Borrowed(scales) = self.scales {
+            will_need(bytemuck::cast_slice(scales));
+        }
+        self
+    }
+
     /// The part of a rank. A cut by columns takes the scales of exactly its groups along.
     ///
     /// # Panics
@@ -127,10 +148,20 @@ fn block<'a, T: Copy>(data: &Cow<'a, [T]>, width: usize, rows: Range<usize>, col
     match data {
         Cow::Borrowed(data) if columns.len() == width => Cow::Borrowed(&data[whole_rows]),
         data => {
-            let row = |row: &[T]| row[columns.clone()].to_vec();
-            Cow::Owned(data[whole_rows].chunks_exact(width).flat_map(row).collect())
+            let mut block = Vec::with_capacity(rows.len() * columns.len());
+            data[whole_rows].chunks_exact(width).for_each(|row| block.extend_from_slice(&row[columns.clone()]));
+            Cow::Owned(block)
         }
     }
+}
+
+/// A hint only: what cannot be fetched ahead is read when it is touched.
+fn will_need(bytes: &[u8]) {
+    const PAGE: usize = 4096;
+    let start = bytes.as_ptr() as usize / PAGE * PAGE;
+    let length = bytes.as_ptr() as usize + bytes.len() - start;
+    // SAFETY: this advice changes no memory, whatever the range is.
+    unsafe { libc::madvise(start as *mut libc::c_void, length, libc::MADV_WILLNEED) };
 }
 
 /// Little-endian bf16 bytes as values: borrowed when the address allows, copied when not.

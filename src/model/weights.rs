@@ -1,5 +1,7 @@
 //! Where the weights of a rank come from: a checkpoint, or numbers made up for a bench. `Target` and `Drafter` ask by name and shape.
 
+use rayon::prelude::*;
+
 use super::checkpoint::Checkpoint;
 use super::tensor::{Cut, Int4Matrix, Matrix};
 use crate::device::host::{HostExpert, stack};
@@ -54,19 +56,28 @@ pub struct Stored<'a, D: Device> {
 
 impl<D: Device> Stored<'_, D> {
     fn cut(&self, piece: &Piece) -> Result<Matrix<'_>> {
-        Ok(self.checkpoint.matrix(&piece.name, piece.shape)?.cut(piece.cut, piece.part.index, piece.part.size))
+        let whole = self.checkpoint.matrix(&piece.name, piece.shape)?;
+        let (rank, ranks) = (piece.part.index, piece.part.size);
+        if piece.cut == Cut::Columns {
+            return Ok(whole.fetch().cut(piece.cut, rank, ranks));
+        }
+        Ok(whole.cut(piece.cut, rank, ranks).fetch())
     }
+}
 
-    fn expert(&self, module: &str, inner: usize, hidden: usize, part: Rank) -> Result<HostExpert<'_>> {
-        let of = |which: &str, shape: [usize; 2], cut: Cut| -> Result<Int4Matrix<'_>> {
-            Ok(self.checkpoint.int4(&format!("{module}.{which}_proj"), shape)?.cut(cut, part.index, part.size))
-        };
-        Ok(HostExpert {
-            gate: of("gate", [inner, hidden], Cut::Rows)?,
-            up: of("up", [inner, hidden], Cut::Rows)?,
-            down: of("down", [hidden, inner], Cut::Columns)?,
-        })
-    }
+fn expert<'a>(checkpoint: &'a Checkpoint, module: &str, inner: usize, hidden: usize, part: Rank) -> Result<HostExpert<'a>> {
+    let of = |which: &str, shape: [usize; 2], cut: Cut| -> Result<Int4Matrix<'a>> {
+        let whole = checkpoint.int4(&format!("{module}.{which}_proj"), shape)?;
+        if cut == Cut::Columns {
+            return Ok(whole.fetch().cut(cut, part.index, part.size));
+        }
+        Ok(whole.cut(cut, part.index, part.size).fetch())
+    };
+    Ok(HostExpert {
+        gate: of("gate", [inner, hidden], Cut::Rows)?,
+        up: of("up", [inner, hidden], Cut::Rows)?,
+        down: of("down", [hidden, inner], Cut::Columns)?,
+    })
 }
 
 impl<D: Device> Weights<D> for Stored<'_, D> {
@@ -94,8 +105,10 @@ impl<D: Device> Weights<D> for Stored<'_, D> {
     }
 
     fn experts(&self, module: &str, count: usize, inner: usize, hidden: usize, part: Rank) -> Result<D::Experts> {
-        let experts: Result<Vec<HostExpert<'_>>> =
-            (0..count).map(|expert| self.expert(&format!("{module}.experts.{expert}"), inner, hidden, part)).collect();
+        // On all threads, as each waits for the disk: the cut by columns reads all of `down`.
+        let checkpoint = self.checkpoint;
+        let expert = |number| expert(checkpoint, &format!("{module}.experts.{number}"), inner, hidden, part);
+        let experts: Result<Vec<HostExpert<'_>>> = (0..count).into_par_iter().map(expert).collect();
         self.device.experts(&experts?)
     }
 }

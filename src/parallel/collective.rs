@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
-/// A meeting point that gives up when a rank is lost, instead of waiting for it forever.
-struct Gate {
+/// A meeting point of threads that gives up when a rank is lost, instead of waiting for it forever.
+pub struct Gate {
     state: Mutex<GateState>,
     moved: Condvar,
     size: usize,
@@ -22,7 +22,13 @@ struct GateState {
 pub struct RankLost;
 
 impl Gate {
-    fn wait(&self) -> Result<(), RankLost> {
+    /// For `size` ranks.
+    pub fn new(size: usize) -> Self {
+        Self { state: Mutex::default(), moved: Condvar::new(), size }
+    }
+
+    /// Returns once all ranks have called it.
+    pub fn wait(&self) -> Result<(), RankLost> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let generation = state.generation;
         state.arrived += 1;
@@ -41,7 +47,8 @@ impl Gate {
         Ok(())
     }
 
-    fn lose(&self) {
+    /// Tells the others that a rank will not come again.
+    pub fn lose(&self) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).lost = true;
         self.moved.notify_all();
     }
@@ -57,7 +64,7 @@ pub struct Collective {
 impl Collective {
     /// Ends for `size` ranks, in rank order.
     pub fn group(size: usize) -> Vec<Self> {
-        let gate = Arc::new(Gate { state: Mutex::default(), moved: Condvar::new(), size });
+        let gate = Arc::new(Gate::new(size));
         let parts = Arc::new((0..size).map(|_| RwLock::default()).collect::<Vec<_>>());
         (0..size).map(|rank| Self { rank, gate: gate.clone(), parts: parts.clone() }).collect()
     }

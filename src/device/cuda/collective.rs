@@ -1,4 +1,12 @@
 //! Sums and gathers over the cards of one machine, by NCCL. The library is opened at run time, only when there is more than one rank.
+//!
+//! All ranks live in one process. A collective of one card waits on the card for the others'; what makes the driver wait for a whole
+//! card (page-locked memory, new device memory, graphs becoming executable) can then wait for ever, as it may hold a lock that
+//! another rank needs to enqueue its part. So whatever may do that runs in [`Gpu::alone`], while no card has a collective in flight; and
+//! until a device has settled, when any operation may allocate, each collective is waited for.
+
+use std::cell::Cell;
+use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaFunction, DevicePtr};
@@ -10,12 +18,14 @@ use super::gpu::Gpu;
 use super::scratch::Use;
 use super::verify::Numerics;
 use crate::device::{DeviceError, Result};
+use crate::parallel::collective::Gate;
 
 /// By what ranks find each other; made once and handed to every rank.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct Meeting {
     id: sys::ncclUniqueId,
     size: usize,
+    gate: Arc<Gate>,
 }
 
 impl Meeting {
@@ -28,7 +38,8 @@ impl Meeting {
                 "more than one rank on CUDA needs NCCL (libnccl.so), which was not found; install it or add its folder to LD_LIBRARY_PATH";
             return Err(DeviceError(what.into()));
         }
-        Ok(Self { id: result::get_uniqueid().map_err(|error| failed("starting", &error))?, size })
+        let id = result::get_uniqueid().map_err(|error| failed("starting", &error))?;
+        Ok(Self { id, size, gate: Arc::new(Gate::new(size)) })
     }
 }
 
@@ -38,40 +49,67 @@ pub struct Collective {
     size: usize,
     sum: CudaFunction,
     columns: CudaFunction,
+    gate: Arc<Gate>,
+    /// Every collective is waited for; see the module.
+    careful: Cell<bool>,
 }
 
 impl Collective {
     /// Waits for all ranks of the meeting. Call it on the rank's own thread.
-    pub fn join(meeting: &Meeting, rank: usize, gpu: &Gpu) -> Result<Self> {
+    pub fn join(meeting: &Meeting, rank: usize, gpu: &mut Gpu) -> Result<Self> {
         let module = gpu.module("ranks_gathered")?;
         let (sum, columns) = (gpu.function(&module, "ranks_sum", 0)?, gpu.function(&module, "ranks_columns", 0)?);
         let mut comm = std::ptr::null_mut();
         // SAFETY: `comm` outlives the call; the card's context is current on this thread.
         unsafe { result::comm_init_rank(&mut comm, meeting.size as i32, meeting.id, rank as i32) }
             .map_err(|error| failed("joining the ranks", &error))?;
-        Ok(Self { comm, size: meeting.size, sum, columns })
+        let gate = meeting.gate.clone();
+        gpu.peers = Some(gate.clone());
+        Ok(Self { comm, size: meeting.size, sum, columns, gate, careful: Cell::new(true) })
+    }
+
+    /// From now on no operation allocates outside [`Gpu::alone`].
+    pub fn settle(&self) {
+        self.careful.set(false);
+    }
+
+    /// Enqueues a collective.
+    fn call(
+        &self,
+        gpu: &Gpu,
+        what: &str,
+        enqueue: impl FnOnce() -> std::result::Result<result::NcclStatus, result::NcclError>,
+    ) -> Result<()> {
+        if self.careful.get() {
+            gpu.meet()?;
+        }
+        enqueue().map_err(|error| failed(what, &error))?;
+        if self.careful.get() {
+            gpu.synchronize()?;
+        }
+        Ok(())
     }
 
     /// Values of every rank one after the other at `to`.
     fn gather(&self, gpu: &Gpu, from: CUdeviceptr, count: usize, to: CUdeviceptr) -> Result<()> {
         let (kind, stream) = (sys::ncclDataType_t::ncclFloat32, gpu.stream.cu_stream().cast());
         // SAFETY: both buffers hold what the callers size them for; the stream orders this with their other uses.
-        unsafe { result::all_gather(from as *const _, to as *mut _, count, kind, self.comm, stream) }
-            .map_err(|error| failed("gathering over ranks", &error))?;
-        Ok(())
+        let enqueue = || unsafe { result::all_gather(from as *const _, to as *mut _, count, kind, self.comm, stream) };
+        self.call(gpu, "gathering over ranks", enqueue)
     }
 
     fn reduce(&self, gpu: &Gpu, x: CUdeviceptr, count: usize) -> Result<()> {
         let (kind, stream) = (sys::ncclDataType_t::ncclFloat32, gpu.stream.cu_stream().cast());
         // SAFETY: as above; NCCL allows the sum in place.
-        unsafe { result::all_reduce(x as *const _, x as *mut _, count, kind, sys::ncclRedOp_t::ncclSum, self.comm, stream) }
-            .map_err(|error| failed("summing over ranks", &error))?;
-        Ok(())
+        let enqueue =
+            || unsafe { result::all_reduce(x as *const _, x as *mut _, count, kind, sys::ncclRedOp_t::ncclSum, self.comm, stream) };
+        self.call(gpu, "summing over ranks", enqueue)
     }
 }
 
 impl Drop for Collective {
     fn drop(&mut self) {
+        self.gate.lose();
         // SAFETY: the communicator was made by `join` and is used by nobody else.
         if let Err(error) = unsafe { result::comm_destroy(self.comm) } {
             tracing::warn!(?error, "a communicator could not be closed");

@@ -70,6 +70,11 @@ impl CudaDevice {
         Ok(self.staging.borrow_mut().upload(&self.gpu, values)?)
     }
 
+    /// One device array with all parts, and where each lies.
+    pub(super) fn upload_parts(&self, parts: &[&[u8]]) -> Result<(CudaSlice<u8>, Vec<cudarc::driver::sys::CUdeviceptr>)> {
+        Ok(self.staging.borrow_mut().upload_parts(&self.gpu, parts)?)
+    }
+
     /// Allocations of scratch and recordings of rounds so far: neither grows once every bucket has been seen.
     pub fn growth(&self) -> (u64, usize) {
         (self.scratch.borrow().allocations, self.graphs.len())
@@ -322,6 +327,9 @@ impl Device for CudaDevice {
     fn settle(&self) {
         self.scratch.borrow_mut().freeze();
         self.graphs.settle();
+        if let Some(collective) = &self.collective {
+            collective.settle();
+        }
     }
 
     fn identity(&self) -> DeviceIdentity {

@@ -19,6 +19,8 @@ pub enum CudaError {
     Unsupported { name: String, capability: (i32, i32) },
     #[error("{what}: found {found}, wanted {wanted}")]
     Limit { what: &'static str, found: u64, wanted: String },
+    #[error("a rank of this process has ended")]
+    RankLost,
     #[error("{what}: {source}")]
     Driver { what: &'static str, source: cudarc::driver::DriverError },
 }

@@ -8,6 +8,7 @@ use cudarc::nvrtc::Ptx;
 
 use super::error::{CudaError, During};
 use super::image::{self, Target};
+use crate::parallel::collective::Gate;
 
 /// CUDA 13.0: what the kernels are built with.
 const OLDEST_DRIVER: i32 = 13000;
@@ -111,6 +112,8 @@ pub struct Gpu {
     pub driver: i32,
     /// Fatbins used instead of those in this binary.
     fatbins: Option<PathBuf>,
+    /// Where the ranks of this process meet; `None` for a lone one.
+    pub(super) peers: Option<Arc<Gate>>,
 }
 
 impl Gpu {
@@ -135,7 +138,17 @@ impl Gpu {
         let stream = context.new_stream().during("creating a stream")?;
         keep_freed_memory(&context)?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).during("asking a card's size")?;
-        Ok(Self { context, stream, name: card.name, capability: card.capability, target, sms: sms as u32, driver, fatbins: None })
+        Ok(Self {
+            context,
+            stream,
+            name: card.name,
+            capability: card.capability,
+            target,
+            sms: sms as u32,
+            driver,
+            fatbins: None,
+            peers: None,
+        })
     }
 
     /// Takes `NAME.fatbin` from `folder`, where it holds one, instead of this binary's: to try kernels without building everything.
@@ -162,7 +175,28 @@ impl Gpu {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             function.set_attribute(attribute, shared as i32).during("reserving shared memory")?;
         }
+        // Not at its first launch, when it could find the card busy: see `alone`.
+        // SAFETY: a function of a loaded module.
+        unsafe { sys::cuFuncLoad(function.cu_function()) }.result().during("loading a kernel")?;
         Ok(function)
+    }
+
+    /// Waits until all ranks of this process are here. A lone rank goes on.
+    pub(super) fn meet(&self) -> Result<(), CudaError> {
+        self.peers.as_ref().map_or(Ok(()), |gate| gate.wait().map_err(|_| CudaError::RankLost))
+    }
+
+    /// Runs what may wait for the card, or make others wait, while no rank has anything in flight (see [`super::collective`]). All ranks
+    /// must come here in the same order.
+    pub(super) fn alone<T, E: From<CudaError>>(&self, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        if self.peers.is_none() {
+            return body();
+        }
+        self.synchronize()?;
+        self.meet()?;
+        let done = body();
+        self.meet()?;
+        done
     }
 
     /// Waits for everything enqueued, and reports an error of any launch or free since the last call.

@@ -39,7 +39,16 @@ impl Graphs {
         if let Some(graph) = self.recorded.borrow().get(&(bucket, verify)) {
             return Ok(graph.launch().during("replaying a round")?);
         }
-        if let Some(graph) = capture(gpu, body)? {
+        let recorded = gpu.alone(|| -> Result<_> {
+            let graph = capture(gpu, body)?;
+            // Else the first launch would do it, when a collective may be in flight.
+            if let (Some(graph), true) = (&graph, gpu.peers.is_some()) {
+                graph.upload().during("uploading a recorded round")?;
+                gpu.synchronize()?;
+            }
+            Ok(graph)
+        })?;
+        if let Some(graph) = recorded {
             graph.launch().during("starting a recorded round")?;
             self.recorded.borrow_mut().insert((bucket, verify), graph);
         }

@@ -4,12 +4,16 @@ use std::fs::File;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
 
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::Fill;
 use super::values;
 use crate::model::checkpoint::{INDEX, SINGLE};
 use crate::model::inventory::{TensorSpec, Wanted};
+
+/// Numbers of a tensor of `Fill::Repeated`.
+const PERIOD: usize = 1 << 16;
 
 /// A tensor to write.
 pub struct Entry {
@@ -26,6 +30,8 @@ pub enum Content {
     Random {
         spec: TensorSpec,
         seed: u64,
+        /// Numbers before they repeat.
+        period: usize,
     },
     /// 32-bit numbers.
     Numbers([u32; 2]),
@@ -41,7 +47,11 @@ impl Entry {
         let content = match fill {
             Fill::Holes => Content::Hole,
             // Any two tensors differ in the upper half, so their streams never meet.
-            Fill::Random(seed) => Content::Random { spec: spec.clone(), seed: seed.wrapping_add(number << 32) },
+            Fill::Random(seed) | Fill::Repeated(seed) => Content::Random {
+                spec: spec.clone(),
+                seed: seed.wrapping_add(number << 32),
+                period: if matches!(fill, Fill::Repeated(_)) { PERIOD } else { usize::MAX },
+            },
         };
         Self { name: format!("{prefix}{}", spec.name), dtype, shape: spec.shape.clone(), bytes: spec.bytes(), content }
     }
@@ -58,22 +68,25 @@ impl Entry {
     }
 }
 
-/// Spreads tensors over `count` files of about equal size, in order, and writes the index.
+/// Spreads tensors over at most `count` files of about equal size, in order, and writes the index.
 pub fn write(directory: &Path, entries: Vec<Entry>, count: usize) -> io::Result<()> {
     let count = count.max(1);
     let total: u64 = entries.iter().map(|entry| entry.bytes).sum();
     let mut files: Vec<Vec<Entry>> = std::iter::repeat_with(Vec::new).take(count).collect();
-    let mut map = Map::new();
     let mut done = 0_u64;
     for entry in entries {
         let number = ((done as u128 * count as u128) / total as u128) as usize;
         done += entry.bytes;
-        map.insert(entry.name.clone(), shard_name(number, count).into());
         files[number].push(entry);
     }
-    for (number, entries) in files.iter().enumerate() {
-        write_file(&directory.join(shard_name(number, count)), entries)?;
-    }
+    // A large tensor can span what several files would have held.
+    files.retain(|entries| !entries.is_empty());
+    let count = files.len();
+    let in_file = |(number, entries): (usize, &Vec<Entry>)| -> Vec<(String, Value)> {
+        entries.iter().map(|entry| (entry.name.clone(), shard_name(number, count).into())).collect()
+    };
+    let map: Map<String, Value> = files.iter().enumerate().flat_map(in_file).collect();
+    files.par_iter().enumerate().try_for_each(|(number, entries)| write_file(&directory.join(shard_name(number, count)), entries))?;
     std::fs::write(directory.join(INDEX), json!({"metadata": {"total_size": total}, "weight_map": map}).to_string())
 }
 
@@ -103,9 +116,9 @@ fn write_file(path: &Path, entries: &[Entry]) -> io::Result<()> {
     for entry in entries {
         match &entry.content {
             Content::Hole => hole += entry.bytes,
-            Content::Random { spec, seed } => {
+            Content::Random { spec, seed, period } => {
                 skip(&mut file, &mut hole)?;
-                file.write_all(&values::random(spec, *seed))?;
+                write_repeated(&mut file, &values::random(spec, *seed, *period), entry.bytes as usize)?;
             }
             Content::Numbers(numbers) => {
                 skip(&mut file, &mut hole)?;
@@ -115,6 +128,15 @@ fn write_file(path: &Path, entries: &[Entry]) -> io::Result<()> {
     }
     let file = file.into_inner().map_err(|error| error.into_error())?;
     file.set_len(8 + header.len() as u64 + end)
+}
+
+fn write_repeated(file: &mut impl Write, values: &[u8], mut left: usize) -> io::Result<()> {
+    while left > 0 {
+        let piece = &values[..left.min(values.len())];
+        file.write_all(piece)?;
+        left -= piece.len();
+    }
+    Ok(())
 }
 
 /// Moves over tensors that stay holes.

@@ -11,9 +11,9 @@ const NIBBLE_DEVIATION: f64 = 2.3;
 /// Standard deviation of a uniform number in -1..1.
 const UNIFORM_DEVIATION: f64 = 0.577_350_269_189_625_8;
 
-/// The bytes of a tensor.
-pub fn random(spec: &TensorSpec, seed: u64) -> Vec<u8> {
-    let count = spec.elements() as usize;
+/// The bytes of a tensor's first elements, at most `most` of them.
+pub fn random(spec: &TensorSpec, seed: u64, most: usize) -> Vec<u8> {
+    let count = most.min(spec.elements() as usize);
     // Between -1 and 1.
     let spread = |i: usize| 2.0 * uniform(seed, i as u64) - 1.0;
     match (spec.part, spec.wanted) {

@@ -19,6 +19,8 @@ use crate::model::tensor::Int4Matrix;
 const STEP: usize = 128;
 const STEP_BYTES: usize = 1152;
 const GROUP: usize = 32;
+/// Experts that go up in one array.
+const TOGETHER: usize = 64;
 /// Warps of a block, each with its slice of k.
 const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
@@ -131,26 +133,18 @@ impl CudaExperts {
     }
 }
 
-/// A raw INT4 matrix on the card.
+/// A raw INT4 matrix on the card: where its nibbles and its scales lie.
+#[derive(Clone, Copy)]
 struct Raw {
-    packed: CudaSlice<u8>,
-    scales: CudaSlice<bf16>,
+    packed: CUdeviceptr,
+    scales: CUdeviceptr,
 }
 
-impl Raw {
-    fn upload(device: &CudaDevice, matrix: &Int4Matrix<'_>) -> Result<Self> {
-        Ok(Self { packed: device.upload(&matrix.packed)?, scales: device.upload(&matrix.scales)? })
-    }
-
-    fn at(&self, gpu: &Gpu) -> [u64; 2] {
-        [self.packed.device_ptr(&gpu.stream).0.bits(), self.scales.device_ptr(&gpu.stream).0.bits()]
-    }
-}
-
-fn tile(gpu: &Gpu, products: &Products, raw: &Raw, pair: Option<&Raw>, tiles: usize, k: usize, to: CUdeviceptr) -> Result<()> {
-    let ([packed, scales], [pair_packed, pair_scales]) = (raw.at(gpu), pair.map_or([0, 0], |pair| pair.at(gpu)));
+fn tile(gpu: &Gpu, products: &Products, raw: Raw, pair: Option<Raw>, tiles: usize, k: usize, to: CUdeviceptr) -> Result<()> {
+    let pair = pair.unwrap_or(Raw { packed: 0, scales: 0 });
     let steps = k.div_ceil(STEP);
-    let mut values = [packed, scales, pair_packed, pair_scales, int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits()];
+    let raw = [raw.packed, raw.scales, pair.packed, pair.scales].map(Argument::bits);
+    let mut values = [raw[0], raw[1], raw[2], raw[3], int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits()];
     // SAFETY: the parameters of tile_int4; the raw matrices are freed in stream order, after it.
     unsafe { gpu.enqueue(&products.tile_int4, ((tiles * steps).div_ceil(8) as u32, 1, 1), 256, 0, &mut values)? };
     Ok(())
@@ -165,14 +159,21 @@ impl CudaDevice {
             return Err(DeviceError(format!("experts of one layer differ in shape, or their groups are not of {GROUP} weights")));
         }
         let experts = CudaExperts::empty(&self.gpu, weights.len(), inner, hidden)?;
-        let (gate_up, down) = (experts.gate_up.device_ptr(&self.gpu.stream).0, experts.down.device_ptr(&self.gpu.stream).0);
-        for (i, expert) in weights.iter().enumerate() {
-            let of = |matrix| Raw::upload(self, matrix);
-            let (gate, up) = (of(&expert.gate)?, of(&expert.up)?);
-            let to = gate_up + (i * gate_up_bytes(inner, hidden)) as u64;
-            tile(&self.gpu, &self.products, &gate, Some(&up), inner / 8, hidden, to)?;
-            let to = down + (i * down_bytes(inner, hidden)) as u64;
-            tile(&self.gpu, &self.products, &of(&expert.down)?, None, hidden / 16, inner, to)?;
+        let (gate_up, down_at) = (experts.gate_up.device_ptr(&self.gpu.stream).0, experts.down.device_ptr(&self.gpu.stream).0);
+        for (batch, chunk) in weights.chunks(TOGETHER).enumerate() {
+            let parts: Vec<&[u8]> = chunk
+                .iter()
+                .flat_map(|expert| [&expert.gate, &expert.up, &expert.down])
+                .flat_map(|matrix| [&matrix.packed[..], bytemuck::cast_slice(&matrix.scales)])
+                .collect();
+            let (_raw, places) = self.upload_parts(&parts)?;
+            for (j, at) in places.chunks_exact(6).enumerate() {
+                let [gate, up, down] = [0, 2, 4].map(|part| Raw { packed: at[part], scales: at[part + 1] });
+                let i = (batch * TOGETHER + j) as u64;
+                let to = gate_up + i * gate_up_bytes(inner, hidden) as u64;
+                tile(&self.gpu, &self.products, gate, Some(up), inner / 8, hidden, to)?;
+                tile(&self.gpu, &self.products, down, None, hidden / 16, inner, down_at + i * down_bytes(inner, hidden) as u64)?;
+            }
         }
         Ok(experts)
     }

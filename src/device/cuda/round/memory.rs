@@ -152,7 +152,7 @@ impl Pool {
             return Ok(vector);
         }
         self.allocations += 1;
-        gpu.stream.alloc_zeros(self.vocab).during("allocating counts of tokens")
+        gpu.alone(|| gpu.stream.alloc_zeros(self.vocab).during("allocating counts of tokens"))
     }
 
     pub fn give(&mut self, vectors: impl IntoIterator<Item = CudaSlice<u32>>) {
