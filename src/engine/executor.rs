@@ -27,6 +27,9 @@ pub enum Command {
     /// Allowed tokens per row for some shares, then verify, sample, walk and commit.
     Verify(Arc<Vec<(usize, Vec<u32>)>>),
     SetVerify(Verify),
+    /// Rank 0 reads its results: the others read theirs and drop them. What a device may record depends on what was read, so ranks
+    /// must read at the same places.
+    Read,
 }
 
 /// Part of a prompt.
@@ -95,6 +98,11 @@ impl<D: Device> Executor<D> {
             Command::Prefill(chunk) => self.prefill(chunk),
             Command::Draft(shares) => self.draft(shares),
             Command::Verify(masks) => self.verify(masks),
+            Command::Read => {
+                self.read_round()?;
+                self.prompt_logprobs.clear();
+                Ok(())
+            }
             Command::SetVerify(mode) => {
                 self.device.set_verify(*mode);
                 Ok(())

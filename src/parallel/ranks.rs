@@ -45,9 +45,6 @@ impl<D: Device> Ranks<D> {
                     drop(report);
                     for command in inbox {
                         executor.apply(&command)?;
-                        // Rank 0 alone reports; what this one read is dropped so that it does not pile up.
-                        executor.read_round()?;
-                        executor.take_prompt_logprobs();
                     }
                     Ok(())
                 });
@@ -64,10 +61,13 @@ impl<D: Device> Ranks<D> {
     }
 
     pub fn apply(&mut self, command: Command) -> Result<()> {
-        for other in &self.others {
-            other.commands.send(command.clone()).map_err(|_| DeviceError("a rank has ended".into()))?;
-        }
+        self.tell(&command)?;
         self.first.apply(&command)
+    }
+
+    fn tell(&self, command: &Command) -> Result<()> {
+        let gone = |_| DeviceError("a rank has ended".into());
+        self.others.iter().try_for_each(|other| other.commands.send(command.clone()).map_err(gone))
     }
 
     pub fn read_trees(&self) -> Result<Vec<HostTree>> {
@@ -75,6 +75,7 @@ impl<D: Device> Ranks<D> {
     }
 
     pub fn read_round(&mut self) -> Result<Vec<Outcome>> {
+        self.tell(&Command::Read)?;
         self.first.read_round()
     }
 
