@@ -40,8 +40,9 @@ pub struct CudaDevice {
     pub(super) products: Products,
     pub(super) attention: Attention,
     pub(super) rounds: RoundKernels,
-    pub(super) collective: Option<Collective>,
+    /// Before the collective, which ends only once no graph holds a part of it.
     graphs: Graphs,
+    pub(super) collective: Option<Collective>,
     staging: RefCell<Staging>,
 }
 
