@@ -140,8 +140,11 @@ fn linear_equals_the_cpu_for_any_number_of_rows_and_a_row_keeps_its_bits() {
     for (n, k) in SHAPES {
         let host = random.weights(n, k);
         let (on_card, on_cpu) = (device.matrix(host.clone()).unwrap(), cpu().matrix(host).unwrap());
-        let counts: &[usize] =
-            if n * k < 1 << 20 { &[1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 100, 512, 1000] } else { &[1, 3, 8, 13, 32, 64, 300, 512, 1000] };
+        let counts: &[usize] = if n * k < 1 << 20 {
+            &[1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 512, 1000]
+        } else {
+            &[1, 3, 8, 13, 32, 64, 65, 130, 300, 512, 1000]
+        };
         let x = random.rounded(1000 * k, 1.0);
         let mut alone: Vec<Vec<f32>> = Vec::new();
         for &count in counts {

@@ -40,6 +40,8 @@ pub enum Use {
     Sampler,
     /// Inputs rounded to bf16.
     Rounded,
+    /// Inputs of a product of many rows, rounded and in its order.
+    Packed,
     /// Partial sums of split products.
     Partial,
     /// What ranks gathered from each other.

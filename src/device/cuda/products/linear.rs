@@ -1,4 +1,4 @@
-//! Dense products and the SwiGLU block made of them (kernels/products/dense.cu for few rows, wide.cu for many).
+//! Dense products and the SwiGLU block made of them (kernels/products/dense.cu for few rows; wide.rs for many).
 
 use cudarc::driver::sys::CUdeviceptr;
 
@@ -6,7 +6,7 @@ use super::super::buffers::{CudaMatrix, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::{enqueue_struct, int, tile_of};
+use super::{enqueue_struct, int, tile_of, wide};
 use crate::device::{DeviceError, Mlp, Result};
 
 /// What becomes of a product's sums.
@@ -56,14 +56,14 @@ struct Job {
 
 /// Mirror of `struct Dense` in dense.cuh.
 #[repr(C)]
-struct Dense {
+pub(super) struct Dense {
     x: CUdeviceptr,
     x_stride: i64,
-    rounded: CUdeviceptr,
+    pub rounded: CUdeviceptr,
     rows: i32,
-    units: i32,
-    slice: i32,
-    groups: i32,
+    pub units: i32,
+    pub slice: i32,
+    pub groups: i32,
     jobs: i32,
     places: i32,
     list: CUdeviceptr,
@@ -73,15 +73,11 @@ struct Dense {
 }
 
 /// Slices of k that one block sums.
-const SLICES: usize = 8;
+pub(super) const SLICES: usize = 8;
 /// Blocks that keep the largest card busy.
 const WANTED_BLOCKS: usize = 192;
-/// Rows from which on a block takes many of them.
-const WIDE_ROWS: usize = 65;
 /// Bytes of the weight rings of one block.
 const RINGS: usize = SLICES * 8 * 1024;
-/// Bytes of the wide kernel's activations.
-const WIDE_SHARED: usize = 64 * 1024;
 
 /// How a launch over `tiles` tiles of 16 weight rows cuts `units` units of k: `(groups of eight slices, units of a slice)`. Depends
 /// on the matrices alone, never on the rows: it fixes the order of every sum.
@@ -146,23 +142,21 @@ impl CudaDevice {
             top_k: with.top_k as i64,
             job: jobs,
         };
-        if rows >= WIDE_ROWS {
-            let tile_groups: usize = parts.iter().map(|part| part.weights.n.div_ceil(64)).sum();
-            let grid = (rows.div_ceil(128) as u32, tile_groups as u32, 1);
-            // SAFETY: `Dense` mirrors the kernels' struct; weights, activations and scratch live as long as graphs of them.
-            unsafe { enqueue_struct(gpu, &self.products.dense_wide, grid, 256, WIDE_SHARED, 1, &mut dense)? };
-        } else {
-            let (kernel, tile) = tile_of(rows);
-            let blocks = |together: usize| parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum::<usize>();
-            // Two tiles of weights a block halve the traffic of activations, where enough blocks are left.
-            let together = if tile == 32 && blocks(2) * groups >= 2 * gpu.sms as usize { 2 } else { 1 };
-            let function = if together == 2 { &self.products.dense_two } else { &self.products.dense[kernel] };
-            let blocks = blocks(together);
-            let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
-            let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;
-            // SAFETY: as above.
-            unsafe { enqueue_struct(gpu, function, grid, 256, shared, groups as u32, &mut dense)? };
+        let pairs = parts.iter().any(|part| part.mode == Mode::Precise);
+        let heights = [parts[0].weights.n, parts.get(1).map_or(0, |part| part.weights.n)];
+        if wide::takes(rows, heights.iter().sum::<usize>() * k, pairs) {
+            return self.wide_products(x, dense, &heights[..parts.len()], rows, pairs);
         }
+        let (kernel, tile) = tile_of(rows);
+        let blocks = |together: usize| parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum::<usize>();
+        // Two tiles of weights a block halve the traffic of activations, where enough blocks are left.
+        let together = if tile == 32 && blocks(2) * groups >= 2 * gpu.sms as usize { 2 } else { 1 };
+        let function = if together == 2 { &self.products.dense_two } else { &self.products.dense[kernel] };
+        let blocks = blocks(together);
+        let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
+        let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;
+        // SAFETY: `Dense` mirrors the kernels' struct; weights, activations and scratch live as long as graphs of them.
+        unsafe { enqueue_struct(gpu, function, grid, 256, shared, groups as u32, &mut dense)? };
         Ok(())
     }
 

@@ -11,6 +11,7 @@ pub mod moe;
 pub mod routing;
 mod rows;
 mod upload;
+mod wide;
 
 use cudarc::driver::{CudaFunction, CudaSlice};
 
@@ -24,7 +25,7 @@ pub use routing::HostRoutes;
 pub struct Products {
     dense: [CudaFunction; 3],
     dense_two: CudaFunction,
-    dense_wide: CudaFunction,
+    wide: wide::WideKernels,
     gate_up: [CudaFunction; 3],
     down: [CudaFunction; 3],
     tile_int4: CudaFunction,
@@ -56,7 +57,7 @@ impl Products {
         Ok(Self {
             dense: by_tiles(&dense, "dense", MAX_SHARED)?,
             dense_two: gpu.function(&dense, "dense_32_two", MAX_SHARED)?,
-            dense_wide: gpu.function(&gpu.module("products_wide")?, "dense_wide", MAX_SHARED)?,
+            wide: wide::WideKernels::load(gpu)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
             tile_int4: gpu.function(&experts, "tile_int4", 0)?,
