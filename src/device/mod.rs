@@ -12,6 +12,7 @@ pub mod identity;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::model::tensor::Matrix;
+use crate::speculate::budget::MAX_ROWS;
 use crate::speculate::tree::Tree;
 use host::HostExpert;
 use identity::DeviceIdentity;
@@ -73,11 +74,20 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Accepted tokens per request whose taps wait for the drafter's context to be extended by them.
+    pub fn kept_taps(&self) -> usize {
+        let fair = KEPT_TAPS / self.requests.max(1);
+        fair.clamp(1, MAX_ROWS).min(self.chunk_rows).min(self.verify_rows)
+    }
+
     /// Rows that any activation buffer must hold.
     pub fn rows(&self) -> usize {
         self.verify_rows.max(self.chunk_rows).max(self.requests * self.block)
     }
 }
+
+/// Rows of kept taps over all requests: 64 for each of 16, 176 MB at K2.6's size.
+const KEPT_TAPS: usize = 1024;
 
 /// Shapes of multi-head latent attention on one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -392,6 +402,8 @@ pub trait Device: Sized + 'static {
     fn walk_and_commit(&self, round: &mut Self::Round, latents: &mut Self::Latents, accepted: &mut Self::Rows) -> Result<()>;
     /// The accepted rows' taps, in the order of `accepted`.
     fn gather_taps(&self, taps: &Self::Act, accepted: &Self::Rows, out: &mut Self::Act) -> Result<()>;
+    /// `out[to + i] = x[from + i]` for `rows` rows. The places are the host's, so this is never part of a recording.
+    fn copy_rows(&self, x: &Self::Act, from: usize, rows: usize, out: &mut Self::Act, to: usize) -> Result<()>;
     /// What the planned requests got, in the order of the plan (after `begin`: of the request that began). Waits for the device.
     fn read_round(&self, round: &mut Self::Round) -> Result<Vec<Outcome>>;
 

@@ -27,6 +27,10 @@ pub struct Active {
     pub prompt: Arc<[u32]>,
     /// What the request asked for (or the server's setting).
     pub budget: Budget,
+    /// Whether any of its rounds may draft.
+    pub drafts: bool,
+    /// Committed tokens that the drafter's context holds, from the first on; the taps of the others are kept.
+    pub drafter_knows: usize,
     pub auto: AutoBudget,
     /// What this round verifies.
     pub chosen: Budget,
@@ -41,7 +45,7 @@ pub struct Active {
 }
 
 impl Active {
-    pub fn new(submission: Submission, lease: Lease, budget: Budget, auto: AutoBudget, model_stops: &[u32]) -> Self {
+    pub fn new(submission: Submission, lease: Lease, budget: Budget, drafts: bool, auto: AutoBudget, model_stops: &[u32]) -> Self {
         let stop = &submission.request.stop;
         let stop_ids = if stop.ignore_eos { Vec::new() } else { model_stops.to_vec() };
         let text = TextStream::new(&stop.strings, stop.include_in_output);
@@ -51,6 +55,8 @@ impl Active {
             lease,
             prefilled: 0,
             budget,
+            drafts,
+            drafter_knows: 0,
             auto,
             chosen: Budget::Off,
             generated: 0,
@@ -88,6 +94,12 @@ impl Active {
         self.prompt.len() + self.generated as usize
     }
 
+    /// Tokens whose latents are in the cache once the prompt is done: all but the last generated one, which is the anchor. The
+    /// anchor's position.
+    pub fn committed(&self) -> usize {
+        (self.prompt.len() + self.generated as usize).saturating_sub(1)
+    }
+
     pub fn remaining(&self) -> usize {
         (self.submission.request.max_tokens - self.generated) as usize
     }
@@ -98,6 +110,7 @@ impl Active {
 
     /// The prompt is done: its log-probabilities go out and the first token is about to.
     pub fn prefill_done(&mut self) {
+        self.drafter_knows = self.prompt.len();
         self.timing.prefill = self.started.elapsed();
         self.decoding_since = Some(Instant::now());
         if self.submission.request.prompt_logprobs.is_some() {

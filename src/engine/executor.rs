@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::device::{Admission, Device, HostTree, Limits, Outcome, Phase, Result, Share, Verify};
+use crate::device::{Admission, Device, DeviceError, HostTree, Limits, Outcome, Phase, Result, Share, Verify};
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::engine::options::slots_of_request;
 use crate::model::drafter::Drafter;
@@ -24,12 +24,34 @@ pub enum Command {
     Prefill(Chunk),
     /// Draft and grow for these requests.
     Draft(Arc<[Share]>),
-    /// Allowed tokens per row for some shares, then verify, sample, walk and commit.
+    /// Allowed tokens per row for some shares, then verify, sample, walk and commit. Where a request drafted, the drafter's context
+    /// is extended by what every request accepted.
     Verify(Arc<Vec<(usize, Vec<u32>)>>),
+    /// After a `Verify` in which nobody drafted: the taps of these rows are kept, in case a later round drafts.
+    Keep(Arc<[Kept]>),
+    /// Extends the drafter's context by kept taps.
+    Extend(Missing),
     SetVerify(Verify),
     /// Rank 0 reads its results: the others read theirs and drop them. What a device may record depends on what was read, so ranks
     /// must read at the same places.
     Read,
+}
+
+/// An anchor whose taps are kept: row `row` of the pass, at `position` of its request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    pub row: usize,
+    pub request: usize,
+    pub position: usize,
+}
+
+/// Positions of a request, `count` from `start` on, that the drafter's context lacks and whose taps are kept: at most
+/// [`Limits::kept_taps`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Missing {
+    pub request: usize,
+    pub start: usize,
+    pub count: usize,
 }
 
 /// Part of a prompt.
@@ -62,6 +84,12 @@ pub struct Executor<D: Device> {
     pub tree_rows: D::Rows,
     pub accepted: D::Rows,
     gathered: D::Act,
+    /// Taps of accepted tokens by which the drafter's context is not extended yet: a ring of `kept_per_request` rows per request,
+    /// position p in row `p % kept_per_request`. Sized by `Limits`, so a request's ring may be full; then it is extended.
+    kept: D::Act,
+    kept_per_request: usize,
+    /// Whether any request of the round in hand drafts.
+    drafting: bool,
     prompt_logprobs: Vec<TokenLogprob>,
 }
 
@@ -80,6 +108,9 @@ impl<D: Device> Executor<D> {
             tree_rows: device.rows(limits.verify_rows)?,
             accepted: device.rows(limits.verify_rows)?,
             gathered: device.act(limits.verify_rows, (taps * target.hidden()).max(1))?,
+            kept: device.act(if drafter.is_some() { limits.requests * limits.kept_taps() } else { 1 }, (taps * target.hidden()).max(1))?,
+            kept_per_request: limits.kept_taps(),
+            drafting: false,
             prompt_logprobs: Vec::new(),
             device,
             target,
@@ -103,6 +134,8 @@ impl<D: Device> Executor<D> {
                 self.prompt_logprobs.clear();
                 Ok(())
             }
+            Command::Keep(rows) => rows.iter().try_for_each(|row| self.keep(row)),
+            Command::Extend(missing) => self.extend(missing),
             Command::SetVerify(mode) => {
                 self.device.set_verify(*mode);
                 Ok(())
@@ -132,9 +165,9 @@ impl<D: Device> Executor<D> {
     fn draft(&mut self, shares: &[Share]) -> Result<()> {
         let Self { device, round, target, drafter, contexts, block_rows, .. } = self;
         device.plan(round, shares)?;
-        let drafting = shares.iter().any(|share| share.rows > 1);
+        self.drafting = shares.iter().any(|share| share.rows > 1);
         device.recorded(device.bucket(round, Phase::Draft), || {
-            if let (Some(drafter), Some(contexts), true) = (drafter, contexts, drafting) {
+            if let (Some(drafter), Some(contexts), true) = (drafter, contexts, self.drafting) {
                 device.place_blocks(round, drafter.mask_token(), block_rows)?;
                 drafter.draft(device, target, block_rows, contexts)?;
                 device.marginals(round, &target.logits)?;
@@ -144,7 +177,7 @@ impl<D: Device> Executor<D> {
     }
 
     fn verify(&mut self, masks: &[(usize, Vec<u32>)]) -> Result<()> {
-        let Self { device, round, target, drafter, latents, contexts, tree_rows, accepted, gathered, .. } = self;
+        let Self { device, round, target, drafter, latents, contexts, tree_rows, accepted, gathered, drafting, .. } = self;
         for (share, masks) in masks {
             device.set_masks(round, *share, masks)?;
         }
@@ -154,12 +187,39 @@ impl<D: Device> Executor<D> {
             target.head(device, tree_rows)?;
             device.sample(round, &target.logits)?;
             device.walk_and_commit(round, latents, accepted)?;
-            if let (Some(drafter), Some(contexts)) = (drafter, contexts) {
+            if let (Some(drafter), Some(contexts), true) = (drafter, contexts, *drafting) {
                 device.gather_taps(&target.tapped, accepted, gathered)?;
                 drafter.extend_context(device, gathered, accepted, contexts)?;
             }
             Ok(())
         })
+    }
+
+    /// The row of `kept` that belongs to a position.
+    fn place(&self, request: usize, position: usize) -> usize {
+        request * self.kept_per_request + position % self.kept_per_request
+    }
+
+    fn keep(&mut self, row: &Kept) -> Result<()> {
+        let place = self.place(row.request, row.position);
+        self.device.copy_rows(&self.target.tapped, row.row, 1, &mut self.kept, place)
+    }
+
+    fn extend(&mut self, missing: &Missing) -> Result<()> {
+        let &Missing { request, start, count } = missing;
+        if count == 0 || count > self.kept_per_request {
+            return Err(DeviceError(format!("context of {count} kept tokens, wanted 1 to {}", self.kept_per_request)));
+        }
+        let place = self.place(request, start);
+        // The ring's end cuts the positions in two.
+        let ahead = count.min(self.kept_per_request - start % self.kept_per_request);
+        let Self { device, round, drafter, contexts, chunk_rows, gathered, kept, kept_per_request, .. } = self;
+        let (Some(drafter), Some(contexts)) = (drafter, contexts) else { return Ok(()) };
+        device.copy_rows(kept, place, ahead, gathered, 0)?;
+        device.copy_rows(kept, request * *kept_per_request, count - ahead, gathered, ahead)?;
+        // Only slots and positions of these rows matter; which tokens they are is in the taps.
+        device.place_chunk(round, request, start, &[0; MAX_ROWS][..count], chunk_rows)?;
+        drafter.extend_context(device, gathered, chunk_rows, contexts)
     }
 
     /// Runs the largest prompt chunk and the largest rounds on made-up tokens, so that every buffer of the device has its final
@@ -189,6 +249,10 @@ impl<D: Device> Executor<D> {
             let chunk = Chunk { request, start: 0, tokens: [0].into(), last: true, drafts: true, logprobs: None, mask: None };
             self.prefill(&chunk)?;
             self.read_round()?;
+        }
+        if self.drafter.is_some() {
+            let count = self.kept_per_request.min(limits.context);
+            self.extend(&Missing { request: 0, start: limits.context - count, count })?;
         }
         let mode = self.device.verify_mode();
         for verify in [Verify::Off, Verify::On, Verify::Validate] {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::active::{Active, End};
 use super::contract::{Event, Failure, FailureKind, FinishReason, LayerDiff, ModelInfo, Observer, RoundReport, RoundTrace};
-use super::executor::{Chunk, Command};
+use super::executor::{Chunk, Command, Kept, Missing};
 use super::handle::{Health, Inbox, Submission};
 use super::options::slots_of_request;
 use crate::cache::slots::Slots;
@@ -208,7 +208,8 @@ impl<D: Device> Engine<D> {
             self.inbox.shared.left_queue();
             let budget = submission.request.budget.unwrap_or(self.setup.budget);
             let auto = self.auto.inherit(INHERITED_ROUNDS);
-            let active = Active::new(submission, lease, budget, auto, &self.setup.info.stop_ids);
+            let drafts = budget.drafts() && self.setup.limits.block > 1;
+            let active = Active::new(submission, lease, budget, drafts, auto, &self.setup.info.stop_ids);
             let admission = self.admission(&active);
             self.ranks.apply(Command::Admit { request, admission: Arc::new(admission) })?;
             self.active[request] = Some(active);
@@ -228,7 +229,7 @@ impl<D: Device> Engine<D> {
             prompt: request.prompt.clone(),
             slots: active.lease.slots(),
             logprobs: request.logprobs,
-            drafts: active.budget != Budget::Off && self.setup.limits.block > 1,
+            drafts: active.drafts,
         }
     }
 
@@ -264,7 +265,7 @@ impl<D: Device> Engine<D> {
             start,
             tokens: active.prompt[start..end].into(),
             last,
-            drafts: active.budget != Budget::Off && self.setup.limits.block > 1,
+            drafts: active.drafts,
             logprobs,
             mask,
         };
@@ -295,23 +296,56 @@ impl<D: Device> Engine<D> {
         }
         plant_faults();
         let began = Instant::now();
+        let drafting = shares.iter().any(|share| share.rows > 1);
+        self.extend_contexts(&shares, drafting)?;
+        let caught_up = Instant::now();
         self.ranks.apply(Command::Draft(shares.as_slice().into()))?;
         let masks = self.masks(&shares)?;
         self.ranks.apply(Command::Verify(Arc::new(masks)))?;
+        if !drafting {
+            self.keep_taps(&shares)?;
+        }
         let mut outcomes = self.ranks.read_round()?;
-        let took = began.elapsed();
+        // What was owed from earlier rounds says nothing about the next round of this size.
+        let (took, own) = (began.elapsed(), caught_up.elapsed());
         if fires(Fault::NanLogits) {
             outcomes.iter_mut().for_each(|outcome| outcome.fault = Some("logit of token 0 is NaN (planted)".into()));
         }
         if fires(Fault::SamplerError) {
             outcomes.iter_mut().for_each(|outcome| outcome.fault = Some("no token could be chosen (planted)".into()));
         }
-        self.learn(&shares, &outcomes, took);
+        self.learn(&shares, &outcomes, own);
         self.report(&shares, &outcomes, took);
         for (share, outcome) in shares.iter().zip(outcomes) {
             self.settle(share, outcome, took);
         }
         Ok(())
+    }
+
+    /// The drafter's context of a request ends where its last drafting round (or its prompt) ended, and the taps of what it accepted
+    /// since are kept. A round that drafts extends the context of every request that takes part, one chunk each, since its own
+    /// accepted rows follow at once; otherwise a context is extended when no more taps can be kept.
+    fn extend_contexts(&mut self, shares: &[Share], drafting: bool) -> Result<(), DeviceError> {
+        for share in shares {
+            let Some(active) = self.active[share.request].as_mut().filter(|active| active.drafts) else { continue };
+            let count = active.committed() - active.drafter_knows;
+            if count > 0 && (drafting || count == self.setup.limits.kept_taps()) {
+                let missing = Missing { request: share.request, start: active.drafter_knows, count };
+                active.drafter_knows += count;
+                self.ranks.apply(Command::Extend(missing))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nobody drafted, so that row i of the pass is the anchor of share i.
+    fn keep_taps(&mut self, shares: &[Share]) -> Result<(), DeviceError> {
+        let kept = |(row, share): (usize, &Share)| {
+            let active = self.active[share.request].as_ref().filter(|active| active.drafts)?;
+            Some(Kept { row, request: share.request, position: active.committed() })
+        };
+        let rows: Arc<[Kept]> = shares.iter().enumerate().filter_map(kept).collect();
+        if rows.is_empty() { Ok(()) } else { self.ranks.apply(Command::Keep(rows)) }
     }
 
     /// Who verifies how many rows. No request gets more rows than it may still emit tokens' worth of depth for, and all together
@@ -373,8 +407,12 @@ impl<D: Device> Engine<D> {
         let rows = outcomes.iter().filter_map(|outcome| outcome.tree.as_ref()).map(|tree| tree.rows).sum();
         let context = shares.iter().filter_map(|share| self.active[share.request].as_ref()).map(Active::context).sum();
         self.cost[self.setup.verify as usize].observe(rows, context, took.as_secs_f64() * 1e6);
+        let drafting = shares.iter().any(|share| share.rows > 1);
         for (share, outcome) in shares.iter().zip(outcomes) {
             let (Some(active), Some(tree)) = (self.active[share.request].as_mut(), &outcome.tree) else { continue };
+            if drafting {
+                active.drafter_knows += outcome.path.len();
+            }
             active.auto.observe(active.chosen, share.rows, tree, &outcome.path);
             self.auto.observe(active.chosen, share.rows, tree, &outcome.path);
         }

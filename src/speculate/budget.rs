@@ -19,6 +19,13 @@ pub enum Budget {
     Auto,
 }
 
+impl Budget {
+    /// Whether a round may verify more than its anchor.
+    pub fn drafts(self) -> bool {
+        !matches!(self, Self::Off | Self::Tree(0 | 1))
+    }
+}
+
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -308,6 +308,10 @@ impl Device for CudaDevice {
         self.gather_rows(taps, accepted, out)
     }
 
+    fn copy_rows(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
+        self.copy_range(x, from, rows, out, to)
+    }
+
     fn read_round(&self, round: &mut CudaRound) -> Result<Vec<Outcome>> {
         round.read(self)
     }

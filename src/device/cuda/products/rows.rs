@@ -98,31 +98,41 @@ impl CudaDevice {
     }
 
     pub(in crate::device::cuda) fn copy_rows(&self, x: &CudaAct, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        self.copy(x, 0, x.width, rows.bound, out.view(&self.gpu))
+        self.copy(x.view(&self.gpu), x.rows, 0, x.width, rows.bound, out.view(&self.gpu))
+    }
+
+    /// `out[to + i] = x[from + i]`, `rows` rows.
+    pub(in crate::device::cuda) fn copy_range(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
+        if from + rows > x.rows || to + rows > out.rows || x.width > out.width {
+            let (held, room) = ((x.rows, x.width), (out.rows, out.width));
+            return Err(DeviceError(format!("{rows} rows from {from} of {held:?} do not fit at {to} of {room:?}")));
+        }
+        let (source, target) = (x.view(&self.gpu), out.view(&self.gpu));
+        let at = |view: View, row: usize| View { at: view.at + (row * view.stride * size_of::<f32>()) as u64, ..view };
+        self.copy(at(source, from), x.rows - from, 0, x.width, rows, at(target, to))
     }
 
     pub(in crate::device::cuda) fn tap_rows(&self, x: &CudaAct, rows: &CudaRows, index: usize, taps: &mut CudaAct) -> Result<()> {
         let to = taps.view(&self.gpu);
         let at = to.at + (index * x.width * size_of::<f32>()) as u64;
-        self.copy(x, 0, x.width, rows.bound, View { at, stride: to.stride })
+        self.copy(x.view(&self.gpu), x.rows, 0, x.width, rows.bound, View { at, stride: to.stride })
     }
 
     pub(in crate::device::cuda) fn gather_rows(&self, taps: &CudaAct, accepted: &CudaRows, out: &mut CudaAct) -> Result<()> {
         let sources = accepted.sources.device_ptr(&self.gpu.stream).0;
-        self.copy(taps, sources, taps.width, accepted.bound, out.view(&self.gpu))
+        self.copy(taps.view(&self.gpu), taps.rows, sources, taps.width, accepted.bound, out.view(&self.gpu))
     }
 
-    /// `out[row] = x[sources[row]]`, or `x[row]` where `sources` is 0.
-    fn copy(&self, x: &CudaAct, sources: CUdeviceptr, width: usize, rows: usize, out: View) -> Result<()> {
+    /// `out[row] = x[sources[row]]`, or `x[row]` where `sources` is 0; x has `held` rows.
+    fn copy(&self, x: View, held: usize, sources: CUdeviceptr, width: usize, rows: usize, out: View) -> Result<()> {
         check_width("a copy", width)?;
         if rows == 0 {
             return Ok(());
         }
-        let from = x.view(&self.gpu);
         let mut values = [
-            from.at.bits(),
-            (from.stride as u64).bits(),
-            int(x.rows).bits(),
+            x.at.bits(),
+            (x.stride as u64).bits(),
+            int(held).bits(),
             sources.bits(),
             int(width).bits(),
             out.at.bits(),
