@@ -127,13 +127,13 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
     let floor = measure_floor(driver, config)?;
     let mut cells = Vec::new();
     for class in &CLASSES {
-        // Budgets alternate inside the repetitions, so that a machine whose speed drifts treats them alike.
         let mut sums = vec![(0u64, 0u64, Duration::ZERO); budgets.len()];
         // The first pass is not counted: it teaches `auto` this class, as steady traffic of the class would.
         for pass in 0..=repeat {
-            for (budget, sum) in budgets.iter().zip(&mut sums) {
+            for at in order(budgets.len(), pass) {
+                let sum = &mut sums[at];
                 for prompt in class.prompts {
-                    let (tokens, rounds, took) = one(driver, *prompt, *budget)?;
+                    let (tokens, rounds, took) = one(driver, *prompt, budgets[at])?;
                     if pass > 0 {
                         *sum = (sum.0 + tokens, sum.1 + rounds, sum.2 + took);
                     }
@@ -158,6 +158,18 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
         floor,
         cells,
     })
+}
+
+/// The order in which a pass takes `count` budgets. They alternate, so that a machine whose speed drifts treats them alike, and over
+/// `count` passes (twice as many where it is odd) each follows every other equally often: what wide rounds leave behind in caches and
+/// clock slows the next budget by a few per cent. Source: Williams 1949, designs balanced for residual effects.
+fn order(count: usize, pass: usize) -> Vec<usize> {
+    let first = (0..count).map(|i| if i % 2 == 1 { i.div_ceil(2) } else { (count - i / 2) % count });
+    let mut order: Vec<usize> = first.map(|at| (at + pass) % count).collect();
+    if count % 2 == 1 && pass / count % 2 == 1 {
+        order.reverse();
+    }
+    order
 }
 
 /// Tokens after the first, rounds and decode time of one prompt.
@@ -253,5 +265,33 @@ unsafe fn sum_kernel<V: Lanes>(x: &[f32]) -> f32 {
             }
         }
         sums.into_iter().reduce(|a, b| a.add(b)).map_or(0.0, |sum| sum.sum())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::order;
+
+    #[test]
+    fn every_budget_follows_every_other_equally_often() {
+        for count in 1..9usize {
+            let passes = if count % 2 == 0 { count } else { 2 * count };
+            let mut follows = vec![0; count * count];
+            for pass in 0..passes {
+                let order = order(count, pass);
+                assert_eq!(
+                    {
+                        let mut sorted = order.clone();
+                        sorted.sort_unstable();
+                        sorted
+                    },
+                    (0..count).collect::<Vec<_>>()
+                );
+                order.windows(2).for_each(|pair| follows[pair[0] * count + pair[1]] += 1);
+            }
+            for at in 0..count * count {
+                assert_eq!(follows[at], if at / count == at % count { 0 } else { passes / count }, "{count} budgets: {follows:?}");
+            }
+        }
     }
 }

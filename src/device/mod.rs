@@ -12,7 +12,6 @@ pub mod identity;
 
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::model::tensor::Matrix;
-use crate::speculate::budget::MAX_ROWS;
 use crate::speculate::tree::Tree;
 use host::HostExpert;
 use identity::DeviceIdentity;
@@ -74,10 +73,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Accepted tokens per request whose taps wait for the drafter's context to be extended by them.
-    pub fn kept_taps(&self) -> usize {
-        let fair = KEPT_TAPS / self.requests.max(1);
-        fair.clamp(1, MAX_ROWS).min(self.chunk_rows).min(self.verify_rows)
+    /// Accepted tokens per request whose taps, `width` f32 values each, wait for the drafter's context to be extended by them.
+    pub fn kept_taps(&self, width: usize) -> usize {
+        let affordable = KEPT_BYTES / (self.requests * width * size_of::<f32>()).max(1);
+        affordable.clamp(1, KEPT_TAPS).min(self.chunk_rows).min(self.verify_rows).min(self.context)
     }
 
     /// Rows that any activation buffer must hold.
@@ -86,8 +85,11 @@ impl Limits {
     }
 }
 
-/// Rows of kept taps over all requests: 64 for each of 16, 176 MB at K2.6's size.
-const KEPT_TAPS: usize = 1024;
+/// Most kept taps of a request: extending a context by so many takes about as long as a round that drafts.
+const KEPT_TAPS: usize = 128;
+
+/// Most bytes of kept taps of all requests: at K2.6's size 97 tokens of each of 16.
+const KEPT_BYTES: usize = 256 << 20;
 
 /// Shapes of multi-head latent attention on one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::context::DraftContext;
 use super::contract::{Event, Failure, FailureKind, FinishReason, Finished, Speculation, StopMatch, Timing, Token, TokenLogprob};
 use super::handle::Submission;
 use super::text::TextStream;
@@ -12,6 +13,7 @@ use crate::device::Outcome;
 use crate::model::tokenizer::Tokenizer;
 use crate::speculate::auto::AutoBudget;
 use crate::speculate::budget::Budget;
+use crate::speculate::population::Record;
 
 /// How a request ended.
 pub enum End {
@@ -27,11 +29,11 @@ pub struct Active {
     pub prompt: Arc<[u32]>,
     /// What the request asked for (or the server's setting).
     pub budget: Budget,
-    /// Whether any of its rounds may draft.
-    pub drafts: bool,
-    /// Committed tokens that the drafter's context holds, from the first on; the taps of the others are kept.
-    pub drafter_knows: usize,
+    /// How far the drafter's context reaches; `None` = none of its rounds may draft.
+    pub context: Option<DraftContext>,
     pub auto: AutoBudget,
+    /// How its drafts did against those of others.
+    pub record: Record,
     /// What this round verifies.
     pub chosen: Budget,
     generated: u32,
@@ -45,7 +47,14 @@ pub struct Active {
 }
 
 impl Active {
-    pub fn new(submission: Submission, lease: Lease, budget: Budget, drafts: bool, auto: AutoBudget, model_stops: &[u32]) -> Self {
+    pub fn new(
+        submission: Submission,
+        lease: Lease,
+        budget: Budget,
+        context: Option<DraftContext>,
+        auto: AutoBudget,
+        model_stops: &[u32],
+    ) -> Self {
         let stop = &submission.request.stop;
         let stop_ids = if stop.ignore_eos { Vec::new() } else { model_stops.to_vec() };
         let text = TextStream::new(&stop.strings, stop.include_in_output);
@@ -55,9 +64,9 @@ impl Active {
             lease,
             prefilled: 0,
             budget,
-            drafts,
-            drafter_knows: 0,
+            context,
             auto,
+            record: Record::default(),
             chosen: Budget::Off,
             generated: 0,
             text,
@@ -90,7 +99,7 @@ impl Active {
     }
 
     /// Committed tokens whose keys a round reads.
-    pub fn context(&self) -> usize {
+    pub fn prefix(&self) -> usize {
         self.prompt.len() + self.generated as usize
     }
 
@@ -110,7 +119,9 @@ impl Active {
 
     /// The prompt is done: its log-probabilities go out and the first token is about to.
     pub fn prefill_done(&mut self) {
-        self.drafter_knows = self.prompt.len();
+        if let Some(context) = &mut self.context {
+            context.prompt(self.prompt.len());
+        }
         self.timing.prefill = self.started.elapsed();
         self.decoding_since = Some(Instant::now());
         if self.submission.request.prompt_logprobs.is_some() {

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::context::{Kept, Missing};
 use crate::device::{Admission, Device, DeviceError, HostTree, Limits, Outcome, Phase, Result, Share, Verify};
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::engine::options::slots_of_request;
@@ -37,23 +38,6 @@ pub enum Command {
     Read,
 }
 
-/// An anchor whose taps are kept: row `row` of the pass, at `position` of its request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
-    pub row: usize,
-    pub request: usize,
-    pub position: usize,
-}
-
-/// Positions of a request, `count` from `start` on, that the drafter's context lacks and whose taps are kept: at most
-/// [`Limits::kept_taps`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Missing {
-    pub request: usize,
-    pub start: usize,
-    pub count: usize,
-}
-
 /// Part of a prompt.
 #[derive(Clone, Debug)]
 pub struct Chunk {
@@ -85,7 +69,7 @@ pub struct Executor<D: Device> {
     pub accepted: D::Rows,
     gathered: D::Act,
     /// Taps of accepted tokens by which the drafter's context is not extended yet: a ring of `kept_per_request` rows per request,
-    /// position p in row `p % kept_per_request`. Sized by `Limits`, so a request's ring may be full; then it is extended.
+    /// position p in row `p % kept_per_request`. Where a request's ring is full, its context is extended.
     kept: D::Act,
     kept_per_request: usize,
     /// Whether any request of the round in hand drafts.
@@ -98,6 +82,8 @@ impl<D: Device> Executor<D> {
     pub fn new(device: D, target: Target<D>, drafter: Option<Drafter<D>>, limits: &Limits, taps: usize) -> Result<Self> {
         let latents = device.latents(target.layer_count(), limits.slots, target.shape())?;
         let contexts = drafter.as_ref().map(|drafter| device.contexts(drafter.layer_count(), limits.slots, drafter.shape())).transpose()?;
+        let width = (taps * target.hidden()).max(1);
+        let kept_per_request = limits.kept_taps(width);
         let mut executor = Self {
             latents,
             contexts,
@@ -107,9 +93,9 @@ impl<D: Device> Executor<D> {
             block_rows: device.rows(limits.requests * limits.block)?,
             tree_rows: device.rows(limits.verify_rows)?,
             accepted: device.rows(limits.verify_rows)?,
-            gathered: device.act(limits.verify_rows, (taps * target.hidden()).max(1))?,
-            kept: device.act(if drafter.is_some() { limits.requests * limits.kept_taps() } else { 1 }, (taps * target.hidden()).max(1))?,
-            kept_per_request: limits.kept_taps(),
+            gathered: device.act(limits.verify_rows, width)?,
+            kept: device.act(if drafter.is_some() { limits.requests * kept_per_request } else { 1 }, width)?,
+            kept_per_request,
             drafting: false,
             prompt_logprobs: Vec::new(),
             device,
@@ -195,6 +181,11 @@ impl<D: Device> Executor<D> {
         })
     }
 
+    /// Tokens per request whose taps can be kept.
+    pub fn kept_taps(&self) -> usize {
+        self.kept_per_request
+    }
+
     /// The row of `kept` that belongs to a position.
     fn place(&self, request: usize, position: usize) -> usize {
         request * self.kept_per_request + position % self.kept_per_request
@@ -218,7 +209,7 @@ impl<D: Device> Executor<D> {
         device.copy_rows(kept, place, ahead, gathered, 0)?;
         device.copy_rows(kept, request * *kept_per_request, count - ahead, gathered, ahead)?;
         // Only slots and positions of these rows matter; which tokens they are is in the taps.
-        device.place_chunk(round, request, start, &[0; MAX_ROWS][..count], chunk_rows)?;
+        device.place_chunk(round, request, start, &vec![0; count], chunk_rows)?;
         drafter.extend_context(device, gathered, chunk_rows, contexts)
     }
 
@@ -251,7 +242,7 @@ impl<D: Device> Executor<D> {
             self.read_round()?;
         }
         if self.drafter.is_some() {
-            let count = self.kept_per_request.min(limits.context);
+            let count = self.kept_per_request;
             self.extend(&Missing { request: 0, start: limits.context - count, count })?;
         }
         let mode = self.device.verify_mode();

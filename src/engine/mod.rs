@@ -1,6 +1,7 @@
 //! The engine thread: owns the device, advances every running request round by round.
 
 mod active;
+pub mod context;
 pub mod contract;
 pub mod driver;
 pub mod executor;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::active::{Active, End};
+use super::context::{DraftContext, Kept};
 use super::contract::{Event, Failure, FailureKind, FinishReason, LayerDiff, ModelInfo, Observer, RoundReport, RoundTrace};
-use super::executor::{Chunk, Command, Kept, Missing};
+use super::executor::{Chunk, Command};
 use super::handle::{Health, Inbox, Submission};
 use super::options::slots_of_request;
 use crate::cache::slots::Slots;
@@ -16,12 +17,10 @@ use crate::device::{Admission, Device, DeviceError, Limits, Outcome, Share, Veri
 use crate::faults::{Fault, fires, planted};
 use crate::model::tokenizer::Tokenizer;
 use crate::parallel::ranks::Ranks;
-use crate::speculate::auto::{AutoBudget, Load};
+use crate::speculate::auto::Load;
 use crate::speculate::budget::{Budget, MAX_ROWS};
 use crate::speculate::cost::{CostModel, Prior};
-
-/// Rounds that a new request's acceptance is believed to be like that of the requests before it.
-const INHERITED_ROUNDS: f64 = 16.0;
+use crate::speculate::population::Population;
 
 /// How long an idle engine sleeps before it looks around.
 const IDLE: Duration = Duration::from_millis(100);
@@ -48,7 +47,7 @@ pub struct Engine<D: Device> {
     /// By verify mode: both kernels together cost more than either, and the gate runs them just before requests come.
     cost: [CostModel; 3],
     /// Acceptance of all requests lately: where a new one starts.
-    auto: AutoBudget,
+    population: Population,
     /// Worst differences per layer since they were last taken.
     validated: Vec<LayerDiff>,
 }
@@ -60,7 +59,7 @@ impl<D: Device> Engine<D> {
             waiting: VecDeque::new(),
             active: (0..setup.limits.requests).map(|_| None).collect(),
             cost: [(); 3].map(|()| CostModel::new(setup.prior)),
-            auto: AutoBudget::new(setup.limits.block, MAX_ROWS),
+            population: Population::new(setup.limits.block, MAX_ROWS),
             validated: Vec::new(),
             ranks,
             setup,
@@ -90,7 +89,7 @@ impl<D: Device> Engine<D> {
 
     /// Forgets what earlier requests accepted; the text of warm-up and gate says nothing about users'.
     pub fn forget_acceptance(&mut self) {
-        self.auto = AutoBudget::new(self.setup.limits.block, MAX_ROWS);
+        self.population = Population::new(self.setup.limits.block, MAX_ROWS);
     }
 
     /// How far the start has come.
@@ -207,9 +206,8 @@ impl<D: Device> Engine<D> {
             let Some(submission) = self.waiting.pop_front() else { break };
             self.inbox.shared.left_queue();
             let budget = submission.request.budget.unwrap_or(self.setup.budget);
-            let auto = self.auto.inherit(INHERITED_ROUNDS);
-            let drafts = budget.drafts() && self.setup.limits.block > 1;
-            let active = Active::new(submission, lease, budget, drafts, auto, &self.setup.info.stop_ids);
+            let context = (budget.drafts() && self.setup.limits.block > 1).then(|| DraftContext::new(request, self.ranks.kept_taps()));
+            let active = Active::new(submission, lease, budget, context, self.population.request(), &self.setup.info.stop_ids);
             let admission = self.admission(&active);
             self.ranks.apply(Command::Admit { request, admission: Arc::new(admission) })?;
             self.active[request] = Some(active);
@@ -229,7 +227,7 @@ impl<D: Device> Engine<D> {
             prompt: request.prompt.clone(),
             slots: active.lease.slots(),
             logprobs: request.logprobs,
-            drafts: active.drafts,
+            drafts: active.context.is_some(),
         }
     }
 
@@ -260,15 +258,8 @@ impl<D: Device> Engine<D> {
             let next: Arc<[u32]> = active.prompt[start + 1..active.prompt.len().min(end + 1)].into();
             (next, top)
         });
-        let chunk = Chunk {
-            request,
-            start,
-            tokens: active.prompt[start..end].into(),
-            last,
-            drafts: active.drafts,
-            logprobs,
-            mask,
-        };
+        let chunk =
+            Chunk { request, start, tokens: active.prompt[start..end].into(), last, drafts: active.context.is_some(), logprobs, mask };
         active.prefilled = end;
         self.ranks.apply(Command::Prefill(chunk))?;
         let logprobs = self.ranks.take_prompt_logprobs();
@@ -322,16 +313,12 @@ impl<D: Device> Engine<D> {
         Ok(())
     }
 
-    /// The drafter's context of a request ends where its last drafting round (or its prompt) ended, and the taps of what it accepted
-    /// since are kept. A round that drafts extends the context of every request that takes part, one chunk each, since its own
-    /// accepted rows follow at once; otherwise a context is extended when no more taps can be kept.
+    /// Brings drafter's contexts up to date where this round needs it ([`DraftContext`]).
     fn extend_contexts(&mut self, shares: &[Share], drafting: bool) -> Result<(), DeviceError> {
         for share in shares {
-            let Some(active) = self.active[share.request].as_mut().filter(|active| active.drafts) else { continue };
-            let count = active.committed() - active.drafter_knows;
-            if count > 0 && (drafting || count == self.setup.limits.kept_taps()) {
-                let missing = Missing { request: share.request, start: active.drafter_knows, count };
-                active.drafter_knows += count;
+            let Some(active) = self.active[share.request].as_mut() else { continue };
+            let committed = active.committed();
+            if let Some(missing) = active.context.as_mut().and_then(|context| context.extend(committed, drafting)) {
                 self.ranks.apply(Command::Extend(missing))?;
             }
         }
@@ -341,8 +328,8 @@ impl<D: Device> Engine<D> {
     /// Nobody drafted, so that row i of the pass is the anchor of share i.
     fn keep_taps(&mut self, shares: &[Share]) -> Result<(), DeviceError> {
         let kept = |(row, share): (usize, &Share)| {
-            let active = self.active[share.request].as_ref().filter(|active| active.drafts)?;
-            Some(Kept { row, request: share.request, position: active.committed() })
+            let active = self.active[share.request].as_ref()?;
+            active.context.as_ref().map(|context| context.keep(row, active.committed()))
         };
         let rows: Arc<[Kept]> = shares.iter().enumerate().filter_map(kept).collect();
         if rows.is_empty() { Ok(()) } else { self.ranks.apply(Command::Keep(rows)) }
@@ -353,7 +340,7 @@ impl<D: Device> Engine<D> {
     fn plan(&mut self) -> Vec<Share> {
         let running: Vec<usize> =
             (0..self.active.len()).filter(|&at| self.active[at].as_ref().is_some_and(|active| !active.is_prefilling())).collect();
-        let context: usize = running.iter().filter_map(|&at| self.active[at].as_ref()).map(Active::context).sum();
+        let context: usize = running.iter().filter_map(|&at| self.active[at].as_ref()).map(Active::prefix).sum();
         let cap = if running.is_empty() { 0 } else { (self.setup.limits.verify_rows / running.len()).clamp(1, MAX_ROWS) };
         let block = self.setup.limits.block;
         let mut load = Load::default();
@@ -405,16 +392,16 @@ impl<D: Device> Engine<D> {
     /// Feeds the cost model and the acceptance estimates.
     fn learn(&mut self, shares: &[Share], outcomes: &[Outcome], took: Duration) {
         let rows = outcomes.iter().filter_map(|outcome| outcome.tree.as_ref()).map(|tree| tree.rows).sum();
-        let context = shares.iter().filter_map(|share| self.active[share.request].as_ref()).map(Active::context).sum();
+        let context = shares.iter().filter_map(|share| self.active[share.request].as_ref()).map(Active::prefix).sum();
         self.cost[self.setup.verify as usize].observe(rows, context, took.as_secs_f64() * 1e6);
         let drafting = shares.iter().any(|share| share.rows > 1);
         for (share, outcome) in shares.iter().zip(outcomes) {
             let (Some(active), Some(tree)) = (self.active[share.request].as_mut(), &outcome.tree) else { continue };
-            if drafting {
-                active.drafter_knows += outcome.path.len();
+            // A request that may not draft says nothing about drafts, not even that they were not worth it.
+            if let Some(context) = &mut active.context {
+                context.advance(outcome.path.len(), drafting);
+                self.population.observe(&mut active.auto, &mut active.record, active.chosen, share.rows, tree, &outcome.path);
             }
-            active.auto.observe(active.chosen, share.rows, tree, &outcome.path);
-            self.auto.observe(active.chosen, share.rows, tree, &outcome.path);
         }
     }
 
@@ -456,6 +443,9 @@ impl<D: Device> Engine<D> {
     /// Ends a request: slots back, device told, terminal event.
     fn close(&mut self, request: usize, end: End) {
         let Some(active) = self.active[request].take() else { return };
+        if active.context.is_some() {
+            self.population.leave(&active.record);
+        }
         let (lease, terminal) = active.end(end);
         match &terminal.result {
             Ok(finished) => self.setup.observer.finished(finished),

@@ -87,6 +87,11 @@ impl<D: Device> Ranks<D> {
         self.first.take_validation()
     }
 
+    /// See [`Executor::kept_taps`]: the same on every rank.
+    pub fn kept_taps(&self) -> usize {
+        self.first.kept_taps()
+    }
+
     /// What rank 0 computes on.
     pub fn identity(&self) -> DeviceIdentity {
         self.first.device.identity()

@@ -37,6 +37,14 @@ const HYSTERESIS: f64 = 1.01;
 /// and what a chain would do is known with less noise than it seems.
 const CHAIN_LEAD: f64 = 1.03;
 
+/// Drafting must promise this much more than not drafting: it is the best of nine guesses, each with its noise, and what it needs of
+/// the drafter's context is owed first.
+const DRAFT_LEAD: f64 = 1.03;
+
+/// Standard deviations by which a request is believed better than is known of it, so that it is tried where requests differ. With one
+/// whole one, requests of one kind that come out just behind plain decoding are tried too often.
+const HOPE: f64 = 0.4;
+
 /// The other requests of the round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Load {
@@ -117,6 +125,11 @@ pub struct AutoBudget {
     overall: Ratio,
     /// By depth from 1: how often the drafter's best token was right, given that the ones above it were.
     spine: [Mean; MAX_ROWS],
+    /// Standard deviation among the requests it started like, as a multiple of what they accept on average.
+    spread: f64,
+    /// Rounds that their average counts as, and rounds that this request has drafted itself.
+    inherited: f64,
+    drafted: f64,
 }
 
 impl AutoBudget {
@@ -129,7 +142,16 @@ impl AutoBudget {
             rungs: [Rung::default(); LADDER.len()],
             overall: Ratio::default(),
             spine: [Mean::default(); MAX_ROWS],
+            spread: 0.0,
+            inherited: 1.0,
+            drafted: 0.0,
         }
+    }
+
+    /// One of many that differ by `spread` (standard deviation, relative) and whose average counts as `rounds` rounds of its own: as
+    /// long as it has drafted little itself, it may be one of the better ones.
+    pub fn among(self, spread: f64, rounds: f64) -> Self {
+        Self { spread, inherited: rounds, drafted: 0.0, ..self }
     }
 
     /// The same knowledge, counting for at most about `rounds` rounds: a start for a new request of the class, which its own
@@ -145,14 +167,25 @@ impl AutoBudget {
     /// The budget of the next round: `Off`, `Chain` or `Tree(rows)`. `context` is the prefix of all requests of the round.
     pub fn choose(&mut self, cost: &CostModel, context: usize, load: Load) -> Budget {
         let curve = cost.curve(context);
-        let worth = |budget| self.rate(budget, &curve, load) / if budget == Budget::Chain { CHAIN_LEAD } else { 1.0 };
-        let mut best = Budget::Off;
-        for budget in self.choices() {
-            if worth(budget) > worth(best) {
-                best = budget;
+        let unknown = self.spread * (self.inherited / (self.inherited + self.drafted)).sqrt();
+        let hope = 1.0 + HOPE * unknown;
+        let (mut best, mut most, mut now) = (Budget::Off, 0.0, 0.0);
+        for (budget, tokens) in self.forecasts() {
+            let handicap = match budget {
+                Budget::Off => 1.0,
+                Budget::Chain => DRAFT_LEAD * CHAIN_LEAD,
+                _ => DRAFT_LEAD,
+            };
+            let tokens = f64::min(1.0 + (tokens - 1.0) * hope, self.block as f64);
+            let worth = (tokens + load.tokens) / curve.micros(load.rows + self.rows(budget)) / handicap;
+            if worth > most {
+                (best, most) = (budget, worth);
+            }
+            if budget == self.current {
+                now = worth;
             }
         }
-        if worth(best) > HYSTERESIS * worth(self.current) {
+        if most > HYSTERESIS * now {
             self.current = best;
         }
         self.current
@@ -164,10 +197,10 @@ impl AutoBudget {
     pub fn trim(&self, tree: &Tree, cost: &CostModel, context: usize, load: Load) -> usize {
         let curve = cost.curve(context);
         let price = self.choices().map(|budget| self.rate(budget, &curve, load)).fold(0.0, f64::max);
-        let (mut tokens, mut best, mut rows) = (1.0, f64::NEG_INFINITY, 1);
+        let (mut tokens, mut best, mut rows, usual) = (1.0, f64::NEG_INFINITY, 1, self.usual());
         for (at, &size) in LADDER.iter().enumerate().take_while(|&(_, &size)| size <= self.max_rows) {
             if at > 0 {
-                tokens += self.calibration(at) * mass(tree, at);
+                tokens += self.calibration(at, usual) * mass(tree, at);
             }
             let surplus = f64::min(tokens, self.block as f64) - price * curve.micros(load.rows + size);
             if surplus > best {
@@ -184,6 +217,7 @@ impl AutoBudget {
     /// `tree` may be larger than what was verified: its probabilities count all the same.
     pub fn observe(&mut self, budget: Budget, verified: usize, tree: &Tree, path: &[u8]) {
         self.fade(if tree.rows > 1 { KEEP } else { KEEP_IDLE }, KEEP_HITS);
+        self.drafted += f64::from(u8::from(tree.rows > 1));
         self.observe_spine(verified.min(tree.rows), tree, path);
         if budget == Budget::Chain {
             return;
@@ -228,21 +262,40 @@ impl AutoBudget {
         tokens
     }
 
+    /// Every choice with the tokens it is expected to emit (`expected`), in one pass.
+    fn forecasts(&self) -> impl Iterator<Item = (Budget, f64)> {
+        let (mut tokens, mut edge, usual) = (1.0, 1.0, self.usual());
+        let most = self.block as f64;
+        let trees = (1..LADDER.len()).take_while(|&at| LADDER[at] <= self.max_rows).map(move |at| {
+            (tokens, edge) = self.with_rung(at, tokens, edge, usual);
+            (Budget::Tree(LADDER[at] as u8), tokens.min(most))
+        });
+        [(Budget::Off, 1.0), (Budget::Chain, self.expected_of_chain())].into_iter().chain(trees)
+    }
+
     fn expected_of_tree(&self, rows: usize) -> f64 {
-        let (mut tokens, mut edge) = (1.0, 1.0);
+        let (mut tokens, mut edge, usual) = (1.0, 1.0, self.usual());
         for at in (1..LADDER.len()).take_while(|&at| LADDER[at] <= rows) {
-            let width = (LADDER[at] - LADDER[at - 1]) as f64;
-            tokens += self.calibration(at) * self.rungs[at].mass.or(width * edge);
-            edge = self.rungs[at].edge.or(edge);
+            (tokens, edge) = self.with_rung(at, tokens, edge, usual);
         }
         tokens
     }
 
-    /// Accepted rows per predicted one: how all rungs do lately, times how this one does compared with all.
-    fn calibration(&self, at: usize) -> f64 {
+    /// Tokens with one rung more, and the probability that bounds the next rung's rows; `edge` bounds this one's.
+    fn with_rung(&self, at: usize, tokens: f64, edge: f64, usual: f64) -> (f64, f64) {
+        let (rung, width) = (&self.rungs[at], (LADDER[at] - LADDER[at - 1]) as f64);
+        (tokens + self.calibration(at, usual) * rung.mass.or(width * edge), rung.edge.or(edge))
+    }
+
+    /// Accepted rows per predicted one, over all rungs and a long time.
+    fn usual(&self) -> f64 {
         let mut long = Ratio::default();
         self.rungs.iter().for_each(|rung| long.add(rung.hits.accepted, rung.hits.predicted));
-        let usual = long.or(1.0, 1.0);
+        long.or(1.0, 1.0)
+    }
+
+    /// Accepted rows per predicted one: how all rungs do lately, times how this one does compared with all.
+    fn calibration(&self, at: usize, usual: f64) -> f64 {
         let rung = &self.rungs[at];
         self.overall.or(1.0, 1.0) * rung.hits.or(usual, TRUST * rung.mass.or(1.0)) / usual
     }

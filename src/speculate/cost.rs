@@ -19,6 +19,12 @@ const STEP: f64 = 0.1;
 const STALE: f64 = 1.0 / 3200.0;
 const STALEST: f64 = 3.0;
 
+/// A size measured again after so many rounds, and found no faster than it was, is believed to age half as fast from then on: a retry that
+/// costs more than a round in use is worth it the less, the more often it has told nothing new. At most so often.
+const RETURN: u64 = 64;
+const NO_FASTER: f64 = -0.1;
+const PATIENCE: u8 = 4;
+
 /// After so many rounds without a measurement the old ones no longer outvote a new one.
 const FORGET: u64 = 256;
 
@@ -58,12 +64,17 @@ struct Cell {
     estimate: f64,
     /// Count of all rounds observed when this size last was.
     latest: u64,
+    /// Returns in a row that found this size no faster.
+    patience: u8,
 }
 
 impl Cell {
-    const EMPTY: Self = Self { recent: [0.0; WINDOW], rounds: 0, estimate: 0.0, latest: 0 };
+    const EMPTY: Self = Self { recent: [0.0; WINDOW], rounds: 0, estimate: 0.0, latest: 0, patience: 0 };
 
     fn observe(&mut self, sample: f64, now: u64) {
+        if self.rounds > 0 && now - self.latest > RETURN {
+            self.patience = if sample - self.estimate > NO_FASTER { (self.patience + 1).min(PATIENCE) } else { 0 };
+        }
         if self.rounds > 0 && now - self.latest > FORGET {
             // The old estimate stays as one voice: a faster round is believed at once, a slower one when more agree.
             self.recent[0] = self.estimate;
@@ -78,6 +89,11 @@ impl Cell {
         // A first round that also compiled or paged something in is forgotten with the second.
         let quartile = sorted[(held - 1) / 4];
         self.estimate = if self.rounds <= WINDOW { quartile } else { self.estimate + STEP * (quartile - self.estimate) };
+    }
+
+    /// How much faster this size may have become unseen.
+    fn staleness(&self, now: u64) -> f64 {
+        ((now - self.latest) as f64 * STALE / f64::from(1u32 << self.patience)).min(STALEST)
     }
 
     /// How much this cell says now: fresh measurements, halved every `FORGET` rounds.
@@ -119,15 +135,15 @@ impl CostModel {
         let class = context_class(context);
         let (mut factors, mut weights) = ([0.0; KNOTS.len()], [0.0; KNOTS.len()]);
         for (knot, cells) in self.cells.iter().enumerate() {
-            for (other, cell) in cells.iter().enumerate() {
+            for (other, cell) in cells.iter().enumerate().filter(|(_, cell)| cell.rounds > 0) {
                 // A neighbouring context class says much about this one, a distant one little.
                 let weight = cell.weight(self.observed) * 8f64.powi(-(class.abs_diff(other) as i32));
                 factors[knot] += weight * cell.estimate;
                 weights[knot] += weight;
             }
             if weights[knot] > 0.0 {
-                let latest = cells.iter().map(|cell| cell.latest).max().unwrap_or(0);
-                factors[knot] = factors[knot] / weights[knot] - ((self.observed - latest) as f64 * STALE).min(STALEST);
+                let latest = cells.iter().max_by_key(|cell| cell.latest);
+                factors[knot] = factors[knot] / weights[knot] - latest.map_or(0.0, |cell| cell.staleness(self.observed));
             }
         }
         fill_gaps(&mut factors, &weights);
@@ -277,6 +293,28 @@ mod tests {
         (0..200).for_each(|_| cost.observe(8, 0, 9_000.0));
         (0..40).for_each(|_| cost.observe(8, 0, 18_000.0));
         assert!(cost.micros(8, 0) > 17_000.0);
+    }
+
+    #[test]
+    fn a_size_found_no_faster_is_tried_more_rarely_until_it_is() {
+        let mut cost = CostModel::new(kimi());
+        (0..10).for_each(|_| cost.observe(64, 0, 60_000.0));
+        let mut retries = |rounds: u64, truth: f64| {
+            let mut at = Vec::new();
+            for round in 0..rounds {
+                cost.observe(8, 0, 9_000.0);
+                if cost.micros(64, 0) < 40_000.0 {
+                    cost.observe(64, 0, truth);
+                    at.push(round);
+                }
+            }
+            at
+        };
+        let slow = retries(40_000, 60_000.0);
+        let gaps: Vec<u64> = slow.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(gaps.len() >= 3 && gaps[1] > 3 * slow[0] && gaps[gaps.len() - 1] <= 17 * slow[0], "{slow:?}");
+        assert!(!retries(gaps[gaps.len() - 1] + 100, 20_000.0).is_empty());
+        assert!(cost.micros(64, 0) < 25_000.0, "a faster round is believed at once");
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub mod auto;
 pub mod budget;
 pub mod cost;
 pub mod history;
+pub mod population;
 pub mod sampling;
 pub mod top_k;
 pub mod tree;
