@@ -245,6 +245,13 @@ fn row_wise_operations_equal_the_cpu() {
         let mut gathered = device.act(count, 3 * width).unwrap();
         device.gather_taps(&taps, &accepted, &mut gathered).unwrap();
         let gathered = device.read(&gathered, count).unwrap();
+        let mut ring = device.act(count + 3, 3 * width).unwrap();
+        device.copy_range(&taps, 0, count, &mut ring, 3).unwrap();
+        device.copy_range(&taps, count - 1, 1, &mut ring, 0).unwrap();
+        let copied = device.read(&ring, count + 3).unwrap();
+        assert_eq!(copied[3 * 3 * width..], tapped);
+        assert_eq!(copied[..3 * width], tapped[(count - 1) * 3 * width..]);
+        assert!(device.copy_range(&taps, 1, count, &mut ring, 0).is_err() && device.copy_range(&taps, 0, count, &mut ring, 4).is_err());
         for row in 0..count {
             let at = row * 3 * width;
             assert_eq!(tapped[at..at + width], x[row * width..(row + 1) * width]);

@@ -405,7 +405,7 @@ pub trait Device: Sized + 'static {
     /// The accepted rows' taps, in the order of `accepted`.
     fn gather_taps(&self, taps: &Self::Act, accepted: &Self::Rows, out: &mut Self::Act) -> Result<()>;
     /// `out[to + i] = x[from + i]` for `rows` rows. The places are the host's, so this is never part of a recording.
-    fn copy_rows(&self, x: &Self::Act, from: usize, rows: usize, out: &mut Self::Act, to: usize) -> Result<()>;
+    fn copy_range(&self, x: &Self::Act, from: usize, rows: usize, out: &mut Self::Act, to: usize) -> Result<()>;
     /// What the planned requests got, in the order of the plan (after `begin`: of the request that began). Waits for the device.
     fn read_round(&self, round: &mut Self::Round) -> Result<Vec<Outcome>>;
 

@@ -193,7 +193,7 @@ impl<D: Device> Executor<D> {
 
     fn keep(&mut self, row: &Kept) -> Result<()> {
         let place = self.place(row.request, row.position);
-        self.device.copy_rows(&self.target.tapped, row.row, 1, &mut self.kept, place)
+        self.device.copy_range(&self.target.tapped, row.row, 1, &mut self.kept, place)
     }
 
     fn extend(&mut self, missing: &Missing) -> Result<()> {
@@ -206,8 +206,8 @@ impl<D: Device> Executor<D> {
         let ahead = count.min(self.kept_per_request - start % self.kept_per_request);
         let Self { device, round, drafter, contexts, chunk_rows, gathered, kept, kept_per_request, .. } = self;
         let (Some(drafter), Some(contexts)) = (drafter, contexts) else { return Ok(()) };
-        device.copy_rows(kept, place, ahead, gathered, 0)?;
-        device.copy_rows(kept, request * *kept_per_request, count - ahead, gathered, ahead)?;
+        device.copy_range(kept, place, ahead, gathered, 0)?;
+        device.copy_range(kept, request * *kept_per_request, count - ahead, gathered, ahead)?;
         // Only slots and positions of these rows matter; which tokens they are is in the taps.
         device.place_chunk(round, request, start, &vec![0; count], chunk_rows)?;
         drafter.extend_context(device, gathered, chunk_rows, contexts)

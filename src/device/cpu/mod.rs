@@ -534,7 +534,7 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn copy_rows(&self, x: &CpuAct, from: usize, rows: usize, out: &mut CpuAct, to: usize) -> Result<()> {
+    fn copy_range(&self, x: &CpuAct, from: usize, rows: usize, out: &mut CpuAct, to: usize) -> Result<()> {
         for row in 0..rows {
             out.row_mut(to + row).copy_from_slice(x.row(from + row));
         }

@@ -308,8 +308,8 @@ impl Device for CudaDevice {
         self.gather_rows(taps, accepted, out)
     }
 
-    fn copy_rows(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
-        self.copy_range(x, from, rows, out, to)
+    fn copy_range(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
+        self.copy_span(x, from, rows, out, to)
     }
 
     fn read_round(&self, round: &mut CudaRound) -> Result<Vec<Outcome>> {

@@ -102,7 +102,7 @@ impl CudaDevice {
     }
 
     /// `out[to + i] = x[from + i]`, `rows` rows.
-    pub(in crate::device::cuda) fn copy_range(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
+    pub(in crate::device::cuda) fn copy_span(&self, x: &CudaAct, from: usize, rows: usize, out: &mut CudaAct, to: usize) -> Result<()> {
         if from + rows > x.rows || to + rows > out.rows || x.width > out.width {
             let (held, room) = ((x.rows, x.width), (out.rows, out.width));
             return Err(DeviceError(format!("{rows} rows from {from} of {held:?} do not fit at {to} of {room:?}")));
