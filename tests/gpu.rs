@@ -1,5 +1,6 @@
 //! What only a card can show about the verify kernels. Ignored by default; on a machine with one run
-//! `cargo test --test gpu -- --ignored --nocapture --test-threads=1`. The sanitizer grid runs under compute-sanitizer.
+//! `cargo test --test gpu -- --ignored --nocapture --test-threads=1`. The sanitizer grid runs under compute-sanitizer. The grid of 1288
+//! shapes takes minutes; `KDTREE_TEST_PART=0/8` to `7/8` run it in eight parts.
 //!
 //! The dense reference (f32 scores from f64 sums, f64 accumulation, the mask as given) runs on the card too, on a sample of rows,
 //! and is itself held against plain host arithmetic in `reference_equals_host_arithmetic`.
@@ -289,9 +290,17 @@ impl Checker {
     }
 }
 
+/// Which cases of the grid to run: with `KDTREE_TEST_PART=k/n` those whose number leaves k when divided by n, else all.
+fn part() -> (usize, usize) {
+    let Ok(text) = std::env::var("KDTREE_TEST_PART") else { return (0, 1) };
+    let parsed = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
+    parsed.filter(|(k, n)| k < n).unwrap_or_else(|| panic!("KDTREE_TEST_PART: found {text:?}, wanted k/n with k below n, as 0/8"))
+}
+
 #[test]
 #[ignore = "needs a card"]
 fn grid_matches_the_dense_reference() {
+    let (wanted, parts) = part();
     let mut c = Checker::new();
     let mut random = Random(1);
     let cache = Cache::new(&c.bench.gpu, BIG_CACHE, &mut random).unwrap();
@@ -308,6 +317,9 @@ fn grid_matches_the_dense_reference() {
                     let mask = Mask::ALL[turn % 5];
                     let scale = if turn % 3 == 0 { 1.0 } else { 0.1 };
                     let requests = uniform(batch, length, q, mask, &mut random);
+                    if turn % parts != wanted {
+                        continue;
+                    }
                     c.case(&format!("q {q} B {batch} L {length} {slots:?} {mask:?} x{scale}"), &cache, &requests, slots, HEADS, scale);
                 }
             }
