@@ -23,14 +23,10 @@ const UNITS: [&str; 3] = ["verify_baseline", "verify_tree", "verify_merge"];
 const ATTENTION: [&str; 5] = ["attention_absorbed", "attention_drafter", "attention_project", "attention_prompt", "attention_validate"];
 const TARGETS: [&str; 2] = ["sm_90a", "sm_120a"];
 
-/// Bytes that may be spilled: none but for three known cases. `fast` at 32 rows on sm_120 keeps its place among the query columns in one
-/// word while a piece is being looked for, outside the loop over tiles. The direct attention holds two tiles of scores at once, which
-/// gains more than a few words cost.
+/// Bytes that may be spilled: none but for one known case. The direct attention holds two tiles of scores at once, which gains more
+/// than a few words cost.
 fn spills_allowed(target: &str, kernel: &str) -> u32 {
     match (target, kernel) {
-        ("sm_120a", "verify_tree_32_fast") => 8,
-        // Two words of a merge that only runs beyond a thousand rows, on Hopper alone.
-        ("sm_90a", "verify_merge_narrow") => 16,
         ("sm_90a", "attend_segment") => 40,
         _ => 0,
     }

@@ -84,6 +84,7 @@ __device__ __forceinline__ void merge_spread(const VerifyParams& p, int tile_row
   constexpr int kAtOnce = 8, kRound = kWarps * kAtOnce;
   static_assert(kRound <= 128 && 128 % kRound == 0, "a lane holds the weights of 128 pieces");
   __shared__ float4 part[kWarps][32];
+  let_next_start();
   wait_for_previous();
   Row r;
   if (!find(p, tile_rows, r)) return;
@@ -129,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(128) verify_merge_mid(const __grid_
   merge_spread<4>(p, tile_rows);
 }
 
-extern "C" __global__ void __launch_bounds__(32) verify_merge_narrow(const __grid_constant__ VerifyParams p, int tile_rows) {
+extern "C" __global__ void __launch_bounds__(32, 16) verify_merge_narrow(const __grid_constant__ VerifyParams p, int tile_rows) {
+  let_next_start();
   wait_for_previous();
   Row r;
   if (!find(p, tile_rows, r)) return;

@@ -25,6 +25,26 @@ __device__ __forceinline__ void store_16(uint32_t addr, const uint32_t (&x)[4]) 
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
+__device__ __forceinline__ void load_16(uint32_t (&x)[4], uint32_t addr) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(addr));
+}
+
+__device__ __forceinline__ void store_8(uint32_t addr, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(addr), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ float2 load_8(uint32_t addr) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(addr) : "memory");
+  return x;
+}
+
+// Stores a word in shared memory and loads it again, which hides from compiler and assembler what it was made from.
+__device__ __forceinline__ uint32_t there_and_back(uint32_t addr, uint32_t x) {
+  uint32_t y;
+  asm volatile("st.volatile.shared.b32 [%1], %2;\nld.volatile.shared.b32 %0, [%1];" : "=r"(y) : "r"(addr), "r"(x) : "memory");
+  return y;
+}
+
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
@@ -47,36 +67,27 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 // swizzle, so a row keeps its 1152 bytes and neither ldmatrix nor ldmatrix.trans meets a bank conflict. Slots outside the map
 // (negative ones) arrive as zeros.
 __device__ __forceinline__ void copy_rows(uint32_t dst, const CUtensorMap* map, int slot, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3}], [%4];" ::"r"(dst),
+  asm volatile("cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3}], [%4];" ::"r"(dst),
                "l"(map), "r"(0), "r"(slot), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Barrier of the 128 threads of a quad, and the same telling everyone whether `yes` holds for anyone.
+// Barrier of the 128 threads of a quad.
 __device__ __forceinline__ void quad_barrier(int id) { asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
-__device__ __forceinline__ bool quad_barrier_or(int id, bool yes) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred p, q;\n"
-      "setp.ne.s32 p, %2, 0;\n"
-      "barrier.cta.red.or.pred.aligned q, %1, 128, p;\n"
-      "selp.s32 %0, 1, 0, q;\n}" : "=r"(any) : "r"(id), "r"(static_cast<int>(yes)) : "memory");
-  return any != 0;
-}
-// Adds one to a counter in shared memory and returns what it was. Orders nothing.
-__device__ __forceinline__ int count_up(uint32_t counter) {
-  int before;
-  asm volatile("atom.relaxed.cta.shared::cta.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
-  return before;
-}
 
 // One 4-byte element from global to shared memory, in the background.
 __device__ __forceinline__ void copy_word(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
 __device__ __forceinline__ void copy_word_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Moves registers between the warps of a block: all warps of a group of four must come here.
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
 // Programmatic dependent launch: lets the next kernel start, and waits in it until the one before is done.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

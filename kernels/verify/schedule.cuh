@@ -18,7 +18,7 @@ struct Request {
 struct Plan {
   int line[kMaxBatch + 1];            // fast: where a request's streams start on the line; exact: its first item
   uint16_t streams[kMaxBatch + 1];    // streams before this request
-  int team, units, payload;           // fast only: blocks a team, teams, tiles a unit
+  int team, units, payload;           // blocks a team (1 in exact), teams, tiles a unit (fast only)
 };
 
 // What 128 planning threads tell each other, 32 requests a group.
@@ -136,6 +136,7 @@ __device__ inline bool next_fast(const VerifyParams& p, const Plan& plan, Walk& 
     ++w.stream;
     while (w.request < p.batch && w.stream >= plan.streams[w.request + 1] - plan.streams[w.request]) ++w.request, w.stream = 0;
     if (w.request >= p.batch) return false;
+    asm volatile("" : "+r"(w.request));             // else pointers into every list are carried along, in registers that are not there
     const int tiles = fast_tiles(request_of(p, w.request));
     const int start = plan.line[w.request] + w.stream * (tiles + p.item_cost);
     if (start >= b) return false;

@@ -16,7 +16,7 @@
   }
 
 // What src/device/cuda/verify.rs reserves.
-static_assert(sizeof(Shared<16>) <= 82944 && sizeof(Shared<32>) <= 86016 && sizeof(Shared<64>) <= 97280);
+static_assert(sizeof(Shared<16>) <= 84992 && sizeof(Shared<32>) <= 98304 && sizeof(Shared<64>) <= 101376);
 
 VERIFY_TREE(16, SMALL, fast, false)
 VERIFY_TREE(32, SMALL, fast, false)

@@ -12,7 +12,7 @@ use super::kv::{KvRows, TILE};
 use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 
 /// Row x head products up to which the merge gives each four blocks of 16 warps, and of 4 warps; beyond, one warp.
-const WIDE_MERGE: usize = 128;
+const WIDE_MERGE: usize = 32;
 const MID_MERGE: usize = 1024;
 
 /// Which verify kernel.
@@ -114,7 +114,7 @@ struct Tree {
 }
 
 /// Shared memory of the tree kernel by rows a block; `tests/kernel_machine_code.rs` holds it against the machine code.
-pub const TREE_SHARED: [(usize, u32); 3] = [(16, 82_944), (32, 86_016), (64, 97_280)];
+pub const TREE_SHARED: [(usize, u32); 3] = [(16, 84_992), (32, 98_304), (64, 101_376)];
 
 /// Loaded kernels and their scratch.
 pub struct Verify {
@@ -198,8 +198,8 @@ impl Verify {
                 let function = if numerics == Numerics::Exact { &self.tree.exact } else { &self.tree.fast };
                 let (mut row_map, mut tile_map) = (call.kv.row_map, call.kv.tile_map);
                 let arguments = &mut [params_ptr, (&raw mut row_map).cast(), (&raw mut tile_map).cast()];
-                // SAFETY: the kernel takes one `VerifyParams` and two tensor maps.
-                unsafe { gpu.launch(function, (self.tree.grid, 1, 1), self.tree.threads, self.tree.shared, arguments)? };
+                // SAFETY: the kernel takes one `VerifyParams` and two tensor maps, and waits for what came before it.
+                unsafe { gpu.launch_dependent(function, (self.tree.grid, 1, 1), self.tree.threads, self.tree.shared, arguments)? };
                 let mut tile_rows = self.tree.rows as i32;
                 let arguments = &mut [params_ptr, (&raw mut tile_rows).cast()];
                 let products = call.rows as u32 * heads;
