@@ -233,6 +233,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   };
   // This warp has read the exchange, and P of the tile before.
   auto taken = [&]() {
+    __syncwarp();
     if (here().lane == 0) mbarrier_arrive(smem_addr(&my.taken));
   };
   auto wait_taken = [&](int tile) { mbarrier_wait(smem_addr(&my.taken), tile & 1); };   // by all, when `tile` was gathered
@@ -281,6 +282,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   };
   // This warp has read the values of a tile.
   auto release = [&](int tile) {
+    __syncwarp();
     if (here().lane == 0) mbarrier_arrive(smem_addr(&sm.empty[tile & (kStages - 1)]));
   };
 
