@@ -16,7 +16,7 @@ use kdtree::device::cuda::rows::CudaRows;
 use kdtree::device::cuda::verify::Numerics;
 use kdtree::device::cuda::{CudaDevice, Gpu};
 use kdtree::device::host::HostExpert;
-use kdtree::device::{Device, Limits, Mlp, Moe, Verify};
+use kdtree::device::{Device, Limits, Mlp, Moe, Residual, Verify};
 use kdtree::model::tensor::{Int4Matrix, Matrix};
 
 use cudarc::driver::sys;
@@ -194,7 +194,7 @@ fn int4_is_unpacked_as_the_checkpoint_means_it() {
     for (inner, hidden) in [(32, 64), (128, 256), (256, 7168), (96, 160)] {
         let mut host: Vec<HostExpert> = (0..3).map(|_| random.expert(inner, hidden)).collect();
         // Every nibble under extreme scales too.
-        for (scale, byte) in [(1e-38, 0), (1e-40, 1), (3e37, 2)] {
+        for (scale, byte) in [(1e-33, 0), (-1e-20, 1), (1000.0, 2)] {
             host[1].gate.scales.to_mut()[byte] = bf16::from_f32(scale);
         }
         let experts = device.experts(&host).unwrap();
@@ -209,6 +209,13 @@ fn int4_is_unpacked_as_the_checkpoint_means_it() {
             same(&gate, &expert.gate);
             same(&up, &expert.up);
             same(&down, &expert.down);
+        }
+        for scale in [1e-38, 1e-40, 3e37, 2048.0, f32::NAN, f32::INFINITY] {
+            host[2].down.scales.to_mut()[1] = bf16::from_f32(scale);
+            assert!(
+                device.experts(&host).is_err_and(|error| error.to_string().contains("2^-110 to 2^10")),
+                "a scale of {scale:e} is refused"
+            );
         }
     }
 }
@@ -409,6 +416,70 @@ fn experts_equal_the_cpu_with_equal_routes_and_a_row_keeps_its_bits() {
     }
 }
 
+/// A block behind the residual stream: what is added to it, the norm, then experts or a dense MLP.
+#[test]
+fn a_normed_stream_equals_the_cpu_and_a_row_keeps_its_bits() {
+    let Some(device) = card() else { return };
+    let mut random = Random(15);
+    for (experts, top_k, inner, hidden, most) in
+        [(32, 4, 128, 256, 200), (384, 8, 256, 512, 200), (24, 8, 256, 7168, 100), (16, 2, 32, 64, 70)]
+    {
+        let layer = layer(&device, experts, top_k, inner, hidden, &mut random);
+        let values = |random: &mut Random, count: usize, scale: f32| -> Vec<f32> { (0..count).map(|_| random.unit() * scale).collect() };
+        let (x, added) = (values(&mut random, most * hidden, 3.0), values(&mut random, most * hidden, 1.0));
+        let norm: Vec<f32> = (0..hidden).map(|_| 1.0 + random.unit() * 0.3).collect();
+        let on_card = device.vector(&norm).unwrap();
+        let mut alone: [Option<Vec<f32>>; 2] = [None, None];
+        for count in [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 100, 200].into_iter().filter(|&c| c <= most) {
+            for (dense, alone) in alone.iter_mut().enumerate() {
+                let act_of = |values: &[f32]| act(&device, &values[..count * hidden], hidden);
+                let (card_x, mut card_added) = (act_of(&x), act_of(&added));
+                let nan = vec![f32::NAN; count * hidden];
+                let (mut sum, mut normed, mut out) = (act_of(&nan), act_of(&nan), act_of(&nan));
+                let rows = cuda_rows(&device, count, count);
+                let added_there = Some(&mut card_added);
+                let input = Residual { x: &card_x, added: added_there, sum: &mut sum, norm: &on_card, eps: 1e-5, normed: &mut normed };
+                match dense {
+                    0 => device.moe_normed(&layer.on_card, input, &rows, 0, &mut out).unwrap(),
+                    _ => device.mlp_normed(&layer.on_card.shared, input, &rows, &mut out).unwrap(),
+                }
+                let found = device.read(&out, count).unwrap();
+                let want_sum: Vec<f32> = x.iter().zip(&added).take(count * hidden).map(|(x, y)| x + y).collect();
+                assert_eq!(device.read(&sum, count).unwrap(), want_sum, "{hidden} columns, {count} rows: the sum");
+                let lone = alone.get_or_insert_with(|| found[..hidden].to_vec());
+                assert_eq!(bits(lone), bits(&found[..hidden]), "{experts} experts: row 0 among {count} has other bits than alone");
+
+                let picked = sample(count, &mut random);
+                let few = picked.len();
+                let host = |values: Vec<f32>| CpuAct { data: values, width: hidden };
+                let (host_x, mut host_added) = (host(pick(&x, hidden, &picked)), host(pick(&added, hidden, &picked)));
+                let (mut sum, mut normed, mut want) =
+                    (host(vec![0.0; few * hidden]), host(vec![0.0; few * hidden]), host(vec![0.0; few * hidden]));
+                let added_here = Some(&mut host_added);
+                let input = Residual { x: &host_x, added: added_here, sum: &mut sum, norm: &norm, eps: 1e-5, normed: &mut normed };
+                let (reference, rows) = (cpu(), cpu_rows(few));
+                reference.record_routes();
+                match dense {
+                    0 => reference.moe_normed(&layer.on_cpu, input, &rows, 0, &mut want).unwrap(),
+                    _ => reference.mlp_normed(&layer.on_cpu.shared, input, &rows, &mut want).unwrap(),
+                }
+                let routes = (dense == 0).then(|| (reference.take_routes().remove(0).1, device.read_routes(count, count, top_k).unwrap()));
+                for (i, &row) in picked.iter().enumerate() {
+                    if let Some((there, here)) = &routes {
+                        let same = (0..top_k).all(|c| there.ids[i * top_k + c] == here.ids[row * top_k + c] as u32);
+                        if !same {
+                            println!("row {row} of {count}: routes differ");
+                            continue;
+                        }
+                    }
+                    let worst = difference(&found[row * hidden..(row + 1) * hidden], &want.data[i * hidden..(i + 1) * hidden]);
+                    assert!(worst < 3e-2, "{experts} experts, dense {dense}, {count} rows, row {row}: {worst:e}");
+                }
+            }
+        }
+    }
+}
+
 /// Text repeats itself: rows that are alike all choose the same experts, which then hold every row of the pass.
 #[test]
 fn experts_that_every_row_chooses_equal_the_cpu() {
@@ -599,10 +670,12 @@ fn times_of_experts_at_the_shapes_of_one_of_eight_ranks() {
         // The list of the layer routed last serves every call: the same number of experts, other weights.
         let routed = device.moe_route(of(0), &h, &at, 0).unwrap();
         let us = time(&device, calls, |i| {
-            device.moe_experts(of(i), &routed).unwrap();
+            device.moe_experts(of(i), &routed, &mut out.borrow_mut()).unwrap();
         });
         line("  experts", rows, us, bytes);
-        let outer = device.moe_experts(of(0), &routed).unwrap();
+        // Of few rows the experts' launches route and sum.
+        let outer = device.moe_experts(of(0), &routed, &mut out.borrow_mut()).unwrap();
+        let Some(outer) = outer else { continue };
         let us = time(&device, calls, |i| device.moe_sum(of(i), &routed, outer, &at, &mut out.borrow_mut()).unwrap());
         line("  shared down and sum", rows, us, 2 * inner * hidden);
     }

@@ -55,24 +55,37 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const 
   mma(d, second, x.z, x.w);
 }
 
-// bf16(q * scale) of 8 nibbles, as the checkpoint's unpacker rounds it. Element e lies at bits 4 (e / 2) + 16 (e % 2); a nibble is
-// q + 8. 128 + nibble is exact in bf16, so is q; the product of 4 and 8 significant bits is rounded once.
-__device__ __forceinline__ uint4 unpack8(uint32_t word, uint32_t scales) {
-  uint32_t v[4], magic;
-  asm("mov.b32 %0, 0x43004300;" : "=r"(magic));  // in a register: an instruction takes one constant
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(v[i]) : "r"(word >> (4 * i)), "r"(magic));  // and, then or
-    asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(0x43084308u));
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v[i]) : "r"(scales));
+// A nibble q + 8 in the lowest bits of a bf16 is the number (q + 8) 2^-133, and in the four bits above them (q + 8) 2^-129: subnormal
+// numbers and the first normal ones have the same unit. So q times a scale s, rounded once, is one fused operation: (q + 8) times the
+// scale in that unit, minus 8 scales. Weights are kept 2^-16 too small, so that every factor fits bf16: sums are multiplied by SCALED.
+// That holds for s = 0 and 2^-110 <= |s| < 2^10; tile_int4 refuses other scales.
+constexpr float SCALED = 0x1p16f, STORED_SCALE = 0x1p117f, LEAST_SCALE = 0x1p-110f, SCALE_LIMIT = 0x1p10f;
+struct Scale {
+  uint32_t low, high, minus_8;  // s 2^117 (as tiles hold it), s 2^113, -s 2^-13, each in both halves
+  __device__ __forceinline__ Scale(uint32_t stored) : low(stored) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(high) : "r"(stored), "r"(0x3d803d80u));     // 2^-4
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(minus_8) : "r"(stored), "r"(0x80088008u));  // -2^-130
   }
-  return {v[0], v[1], v[2], v[3]};
+};
+// bf16(q * scale) 2^-16 of 8 nibbles, as the checkpoint's unpacker rounds it. Element e lies at bits 4 (e / 2) + 16 (e % 2).
+__device__ __forceinline__ uint4 unpack8(uint32_t word, const Scale& s) {
+  const auto element = [](uint32_t v, uint32_t factor, uint32_t minus_8) {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(factor), "r"(minus_8));
+    return v;
+  };
+  const uint32_t above = word >> 8;
+  return {element(word & 0x000f000fu, s.low, s.minus_8), element(word & 0x00f000f0u, s.high, s.minus_8),
+          element(above & 0x000f000fu, s.low, s.minus_8), element(above & 0x00f000f0u, s.high, s.minus_8)};
 }
 __device__ __forceinline__ uint32_t both(uint32_t pair, int which) { return __byte_perm(pair, 0, which ? 0x3232 : 0x1010); }
 
 // Weights come into a ring in shared memory, each warp its own, in the background; a lane reads back the words it asked for.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same if `wanted`, without a branch.
+__device__ __forceinline__ void copy16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n}" ::"r"(static_cast<int>(wanted)), "r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

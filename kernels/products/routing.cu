@@ -172,8 +172,8 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
 // A block a row; the last to finish makes the list.
 extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_constant__ Routing p) {
   __shared__ uint32_t turn;
-  wait_for_predecessor();
   let_successor_start();
+  wait_for_predecessor();
   const Lists lists(p.list, p.places);
   if (blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x);
   if (p.rows == 1) {

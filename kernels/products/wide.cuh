@@ -43,8 +43,20 @@ __device__ __forceinline__ void add_outputs(float4& v, const Dense& p, const Job
     // A choice that was not made has weight 0 and no output.
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (weight[i] != 0) v.x += weight[i] * y[i].x, v.y += weight[i] * y[i].y, v.z += weight[i] * y[i].z, v.w += weight[i] * y[i].w;
+      if (weight[i] != 0) v = {fmaf(weight[i], y[i].x, v.x), fmaf(weight[i], y[i].y, v.y), fmaf(weight[i], y[i].z, v.z), fmaf(weight[i], y[i].w, v.w)};
   }
+}
+
+__device__ __forceinline__ float4 scaled(float4 v, float factor) {
+  return {__fmul_rn(v.x, factor), __fmul_rn(v.y, factor), __fmul_rn(v.z, factor), __fmul_rn(v.w, factor)};
+}
+// Rotates four columns of a row's queries from `n` on, if they are rotary.
+__device__ __forceinline__ void rotate_columns(float4& v, const Latents& p, int row, int rows, int n) {
+  const int column = n % kQuery - kNope;
+  if (column < 0 || row >= min(static_cast<int>(p.counts[0]), rows)) return;
+  const int64_t angle = static_cast<int64_t>(p.positions[row]) * (kRope / 2) + column / 2;
+  const float c[2] = {p.cos[angle], p.cos[angle + 1]}, s[2] = {p.sin[angle], p.sin[angle + 1]};
+  v = {turned(v.x, v.y, false, c[0], s[0]), turned(v.y, v.x, true, c[0], s[0]), turned(v.z, v.w, false, c[1], s[1]), turned(v.w, v.z, true, c[1], s[1])};
 }
 
 // Adds up `groups` parts [rows][width] of the sums in shared memory, in order, and writes them out: rows from `first_row` on of TILES
@@ -63,20 +75,23 @@ __device__ __forceinline__ void write_rows(const Dense& p, const Job& job, uint3
   const int n_end = job.mode == SWIGLU ? job.n / 2 : job.n;
   const bool aligned = (job.out_stride | n_end) % 4 == 0 && reinterpret_cast<uintptr_t>(job.out) % 16 == 0;
   const int quads = job.mode == SWIGLU ? TILES * 2 : TILES * 4;
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * quads; i += THREADS) {
     const int row = i / quads, quad = i % quads, to = first_row + row;
     if (to >= p.rows) break;
+    const float factor = p.factors ? p.factors[to] : 1.0f;
     int n;
     float4 v;
     if (job.mode == SWIGLU) {
       n = tile * 8 + quad * 4;
-      const float4 gate = total(row, quad / 2 * 16 + quad % 2 * 4), up = total(row, quad / 2 * 16 + 8 + quad % 2 * 4);
+      const float4 gate = scaled(total(row, quad / 2 * 16 + quad % 2 * 4), factor), up = scaled(total(row, quad / 2 * 16 + 8 + quad % 2 * 4), factor);
       v = {swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w)};
     } else {
       n = tile * 16 + quad * 4;
-      v = total(row, quad * 4);
+      v = scaled(total(row, quad * 4), factor);
     }
     if (n >= n_end) continue;
+    if (job.mode == ROTATE) rotate_columns(v, p.latents, to, p.rows, n);
     if (job.mode == COMBINE) add_outputs(v, p, job, to, n);
     float* out = job.out + to * job.out_stride + n;
     if (aligned) {

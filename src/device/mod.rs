@@ -246,6 +246,34 @@ pub struct HostTree {
     pub parents: Vec<u8>,
 }
 
+/// Where a block of a layer takes its input: the residual stream, with what is still to be added to it, and the norm in front.
+pub struct Residual<'a, D: Device> {
+    pub x: &'a D::Act,
+    /// Still to be summed over ranks (in place) and added.
+    pub added: Option<&'a mut D::Act>,
+    /// Becomes `x + added`.
+    pub sum: &'a mut D::Act,
+    pub norm: &'a D::Vector,
+    pub eps: f32,
+    /// Room for the normed rows, on devices that write them down.
+    pub normed: &'a mut D::Act,
+}
+
+impl<'a, D: Device> Residual<'a, D> {
+    /// Adds and norms, step by step; returns the normed rows.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn settle(self, device: &D, rows: &D::Rows) -> Result<&'a D::Act> {
+        device.tap(self.x, rows, 0, self.sum)?;
+        if let Some(added) = self.added {
+            device.add_reduced(self.sum, added, rows)?;
+        }
+        device.rms_norm(self.sum, self.norm, self.eps, rows, self.normed)?;
+        Ok(self.normed)
+    }
+}
+
 /// A place for arithmetic. Row-major activations; every operation works on the rows that its `Rows` (or round) describes.
 pub trait Device: Sized + 'static {
     /// A bf16 weight matrix `[n, k]`.
@@ -340,6 +368,38 @@ pub trait Device: Sized + 'static {
     fn moe(&self, weights: &Moe<Self>, h: &Self::Act, rows: &Self::Rows, layer: usize, out: &mut Self::Act) -> Result<()>;
     /// Keeps `x` as tap `index` of `[rows, taps * hidden]`.
     fn tap(&self, x: &Self::Act, rows: &Self::Rows, index: usize, taps: &mut Self::Act) -> Result<()>;
+
+    // ----- the same from the residual stream, for devices that can do more at once
+
+    /// [`Device::mla_project`] of the normed stream.
+    #[allow(clippy::too_many_arguments)]
+    fn mla_project_normed(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        input: Residual<'_, Self>,
+        rows: &Self::Rows,
+        latents: &mut Self::Latents,
+        layer: usize,
+        q: &mut Self::Act,
+    ) -> Result<()> {
+        self.mla_project(weights, shape, input.settle(self, rows)?, rows, latents, layer, q)
+    }
+    /// [`Device::mlp`] of the normed stream.
+    fn mlp_normed(&self, weights: &Mlp<Self>, input: Residual<'_, Self>, rows: &Self::Rows, out: &mut Self::Act) -> Result<()> {
+        self.mlp(weights, input.settle(self, rows)?, rows, out)
+    }
+    /// [`Device::moe`] of the normed stream.
+    fn moe_normed(
+        &self,
+        weights: &Moe<Self>,
+        input: Residual<'_, Self>,
+        rows: &Self::Rows,
+        layer: usize,
+        out: &mut Self::Act,
+    ) -> Result<()> {
+        self.moe(weights, input.settle(self, rows)?, rows, layer, out)
+    }
 
     // ----- drafter
 

@@ -8,7 +8,7 @@ use super::problem::Problem;
 use super::progress::Progress;
 use super::tensor::{Cut, part};
 use super::weights::{Piece, Weights};
-use crate::device::{Device, DeviceError, Limits, MlaProjection, MlaShape, Mlp, Moe, Result, RopeTable};
+use crate::device::{Device, DeviceError, Limits, MlaProjection, MlaShape, Mlp, Moe, Residual, Result, RopeTable};
 use crate::parallel::Rank;
 
 impl From<Problem> for DeviceError {
@@ -40,13 +40,17 @@ pub struct Target<D: Device> {
     head: D::Matrix,
     /// For each layer the place of its output among the taps.
     taps: Vec<Option<usize>>,
-    /// The residual stream after `forward`.
+    /// The residual stream after `forward`; between the layers, what is still to be added to it lies in `from_mlp`.
     pub x: D::Act,
+    /// The stream after `project`; `from_attention` is still to be added.
+    mid: D::Act,
     normed: D::Act,
     /// Residual stream and queries of a prompt's last row.
     last: D::Act,
+    last_mid: D::Act,
     last_q: D::Act,
-    partial: D::Act,
+    from_attention: D::Act,
+    from_mlp: D::Act,
     q: D::Act,
     attended: D::Act,
     /// This rank's part of the logits; `None` where it is alone.
@@ -105,10 +109,13 @@ impl<D: Device> Target<D> {
             head: loader.matrix("lm_head.weight", [config.vocab, hidden], Cut::Rows)?,
             taps: (0..config.layers).map(|layer| taps.iter().position(|&tap| tap == layer)).collect(),
             x: device.act(rows, hidden)?,
+            mid: device.act(rows, hidden)?,
             normed: device.act(rows, hidden)?,
             last: device.act(1, hidden)?,
+            last_mid: device.act(1, hidden)?,
             last_q: device.act(1, shape.heads * shape.query_width())?,
-            partial: device.act(rows, hidden)?,
+            from_attention: device.act(rows, hidden)?,
+            from_mlp: device.act(rows, hidden)?,
             q: device.act(rows, shape.heads * shape.query_width())?,
             attended: device.act(rows, shape.heads * shape.value)?,
             local_logits: if rank.size > 1 { Some(device.act(rows, local_vocab.len())?) } else { None },
@@ -137,7 +144,13 @@ impl<D: Device> Target<D> {
 
     /// One pass over `rows`: their latents go into the cache, their outputs into `x`, the tapped ones into `tapped`.
     pub fn forward(&mut self, device: &D, rows: &D::Rows, form: Form, latents: &mut D::Latents) -> Result<()> {
-        self.forward_watched(device, rows, form, latents, &mut |_, _| Ok(()))
+        self.begin(device, rows)?;
+        for index in 0..self.layers.len() {
+            self.project(device, index, rows, latents, index > 0)?;
+            self.finish_layer(device, index, rows, form, latents)?;
+        }
+        self.settle(device, rows)?;
+        self.tap_of(device, self.layers.len() - 1, rows, true)
     }
 
     /// The same; `watch` is shown the residual stream: 0 = embedding, l + 1 = after layer l.
@@ -152,12 +165,12 @@ impl<D: Device> Target<D> {
         self.begin(device, rows)?;
         watch(0, &self.x)?;
         for index in 0..self.layers.len() {
-            self.project(device, index, rows, latents)?;
+            self.project(device, index, rows, latents, false)?;
             self.finish_layer(device, index, rows, form, latents)?;
-            self.tap(device, index, rows)?;
+            self.settle(device, rows)?;
             watch(index + 1, &self.x)?;
         }
-        Ok(())
+        self.tap_of(device, self.layers.len() - 1, rows, true)
     }
 
     /// One chunk of a prompt. `outputs`: somebody reads `x` or `tapped` of these rows (the drafter, log-probabilities of the
@@ -175,19 +188,19 @@ impl<D: Device> Target<D> {
         let end = self.layers.len() - 1;
         self.begin(device, rows)?;
         for index in 0..end {
-            self.project(device, index, rows, latents)?;
+            self.project(device, index, rows, latents, index > 0)?;
             self.finish_layer(device, index, rows, Form::Direct, latents)?;
-            self.tap(device, index, rows)?;
         }
-        self.project(device, end, rows, latents)?;
+        self.project(device, end, rows, latents, end > 0)?;
         let (mut alone, among) = if D::LAST_ROW_IS_ROOT { (last, None) } else { (None, last) };
         if let Some(last) = &mut alone {
-            device.last_row(&self.x, rows, &mut self.last, last)?;
+            device.last_row(&self.mid, rows, &mut self.last_mid, last)?;
             device.last_row(&self.q, rows, &mut self.last_q, last)?;
         }
         if outputs || among.is_some() {
             self.finish_layer(device, end, rows, Form::Direct, latents)?;
-            self.tap(device, end, rows)?;
+            self.settle(device, rows)?;
+            self.tap_of(device, end, rows, true)?;
         }
         if let Some(last) = among {
             device.last_row(&self.x, rows, &mut self.last, last)?;
@@ -195,6 +208,7 @@ impl<D: Device> Target<D> {
         if let Some(last) = alone {
             self.swap_last();
             self.finish_layer(device, end, last, Form::Absorbed, latents)?;
+            self.settle(device, last)?;
             self.swap_last();
         }
         Ok(())
@@ -202,6 +216,7 @@ impl<D: Device> Target<D> {
 
     fn swap_last(&mut self) {
         std::mem::swap(&mut self.x, &mut self.last);
+        std::mem::swap(&mut self.mid, &mut self.last_mid);
         std::mem::swap(&mut self.q, &mut self.last_q);
     }
 
@@ -211,18 +226,34 @@ impl<D: Device> Target<D> {
         device.all_reduce(&mut self.x, rows)
     }
 
-    /// Queries into `q`, latents into the cache.
-    pub fn project(&mut self, device: &D, index: usize, rows: &D::Rows, latents: &mut D::Latents) -> Result<()> {
+    /// Queries into `q`, latents into the cache. `pending`: the MLP of the layer before is still to be added to the stream.
+    pub fn project(&mut self, device: &D, index: usize, rows: &D::Rows, latents: &mut D::Latents, pending: bool) -> Result<()> {
         let layer = &self.layers[index];
-        device.rms_norm(&self.x, &layer.input_norm, self.eps, rows, &mut self.normed)?;
-        device.mla_project(&layer.projection, self.shape, &self.normed, rows, latents, index, &mut self.q)
+        let input = Residual {
+            x: &self.x,
+            added: pending.then_some(&mut self.from_mlp),
+            sum: &mut self.mid,
+            norm: &layer.input_norm,
+            eps: self.eps,
+            normed: &mut self.normed,
+        };
+        device.mla_project_normed(&layer.projection, self.shape, input, rows, latents, index, &mut self.q)?;
+        match index {
+            0 => Ok(()),
+            _ => self.tap_of(device, index - 1, rows, false),
+        }
     }
 
-    /// Attention of the queries in `q`, then the MLP; both added to `x`.
+    /// Attention of the queries in `q`, then the MLP, which is left to be added to `x`.
     fn finish_layer(&mut self, device: &D, index: usize, rows: &D::Rows, form: Form, latents: &D::Latents) -> Result<()> {
         self.attend(device, index, rows, form, latents)?;
         self.output(device, index, rows)?;
         self.mlp(device, index, rows)
+    }
+
+    /// Adds what the last MLP left.
+    fn settle(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
+        device.add_reduced(&mut self.x, &mut self.from_mlp, rows)
     }
 
     /// Attention of one layer, from queries and cache.
@@ -234,35 +265,40 @@ impl<D: Device> Target<D> {
         }
     }
 
-    /// Output projection of one layer, added to the residual stream.
+    /// Output projection of one layer.
     pub fn output(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
-        device.linear(&self.attended, &self.layers[index].output, rows, &mut self.partial)?;
-        device.add_reduced(&mut self.x, &mut self.partial, rows)
+        device.linear(&self.attended, &self.layers[index].output, rows, &mut self.from_attention)
     }
 
-    /// Dense MLP, or routed and shared experts, of one layer, added to the residual stream.
+    /// Dense MLP, or routed and shared experts, of one layer, on the stream with attention added to it.
     pub fn mlp(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
         let layer = &self.layers[index];
-        device.rms_norm(&self.x, &layer.post_norm, self.eps, rows, &mut self.normed)?;
+        let input = Residual {
+            x: &self.mid,
+            added: Some(&mut self.from_attention),
+            sum: &mut self.x,
+            norm: &layer.post_norm,
+            eps: self.eps,
+            normed: &mut self.normed,
+        };
         match &layer.mlp {
-            LayerMlp::Dense(mlp) => device.mlp(mlp, &self.normed, rows, &mut self.partial)?,
-            LayerMlp::Experts(moe) => device.moe(moe, &self.normed, rows, index, &mut self.partial)?,
+            LayerMlp::Dense(mlp) => device.mlp_normed(mlp, input, rows, &mut self.from_mlp),
+            LayerMlp::Experts(moe) => device.moe_normed(moe, input, rows, index, &mut self.from_mlp),
         }
-        device.add_reduced(&mut self.x, &mut self.partial, rows)
     }
 
-    /// The experts of one layer and their input in the last pass; `None` for a dense layer. For benches.
-    pub fn moe(&self, index: usize) -> Option<(&Moe<D>, &D::Act)> {
+    /// The experts of one layer, rows of activations, and room for what they make of them; `None` for a dense layer. For benches.
+    pub fn moe(&mut self, index: usize) -> Option<(&Moe<D>, &D::Act, &mut D::Act)> {
         match &self.layers[index].mlp {
-            LayerMlp::Experts(moe) => Some((moe, &self.normed)),
+            LayerMlp::Experts(moe) => Some((moe, &self.x, &mut self.from_mlp)),
             LayerMlp::Dense(_) => None,
         }
     }
 
-    /// Keeps the output of a layer that the drafter reads.
-    fn tap(&mut self, device: &D, index: usize, rows: &D::Rows) -> Result<()> {
+    /// Keeps the output of a layer that the drafter reads: the stream at its end, or `mid` of the next.
+    fn tap_of(&mut self, device: &D, index: usize, rows: &D::Rows, settled: bool) -> Result<()> {
         match self.taps[index] {
-            Some(tap) => device.tap(&self.x, rows, tap, &mut self.tapped),
+            Some(tap) => device.tap(if settled { &self.x } else { &self.mid }, rows, tap, &mut self.tapped),
             None => Ok(()),
         }
     }

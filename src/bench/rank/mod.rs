@@ -230,7 +230,7 @@ impl Bench {
             Part::Projections,
             timed(gpu, repeats, || {
                 (0..layers).try_for_each(|layer| {
-                    target.project(device, layer, tree_rows, latents)?;
+                    target.project(device, layer, tree_rows, latents, layer > 0)?;
                     target.output(device, layer, tree_rows)
                 })
             })?,
@@ -240,10 +240,10 @@ impl Bench {
             timed(gpu, repeats, || (0..layers).try_for_each(|layer| target.attend(device, layer, tree_rows, Form::Absorbed, latents)))?,
         ));
         let all = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.mlp(device, layer, tree_rows)))?;
-        let routed = target.moe(moe.start).map(|(moe, h)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
+        let routed = target.moe(moe.start).map(|(moe, h, _)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
         let experts = timed(gpu, repeats, || {
             moe.clone().try_for_each(|layer| match (target.moe(layer), &routed) {
-                (Some((moe, _)), Some(routed)) => device.moe_experts(moe, routed).map(drop),
+                (Some((moe, _, out)), Some(routed)) => device.moe_experts(moe, routed, out).map(drop),
                 _ => Ok(()),
             })
         })?;

@@ -11,7 +11,7 @@ use super::buffers::{CudaAct, CudaMatrix, CudaVector};
 use super::collective::Collective;
 use super::gpu::Gpu;
 use super::graphs::Graphs;
-use super::products::{CudaExperts, Products};
+use super::products::{CudaExperts, Input, Products};
 use super::round::{CudaRound, RoundKernels};
 use super::rows::CudaRows;
 use super::scratch::Scratch;
@@ -181,7 +181,20 @@ impl Device for CudaDevice {
         layer: usize,
         q: &mut CudaAct,
     ) -> Result<()> {
-        self.project_latents(weights, shape, h, rows, latents, layer, q)
+        self.project_latents(weights, shape, Input::Rows(h.view(&self.gpu)), rows, latents, layer, q)
+    }
+
+    fn mla_project_normed(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        input: Residual<'_, Self>,
+        rows: &CudaRows,
+        latents: &mut CudaLatents,
+        layer: usize,
+        q: &mut CudaAct,
+    ) -> Result<()> {
+        self.project_latents(weights, shape, self.reduced(input, rows)?, rows, latents, layer, q)
     }
 
     fn verify_attention(
@@ -211,11 +224,19 @@ impl Device for CudaDevice {
     }
 
     fn mlp(&self, weights: &Mlp<Self>, h: &CudaAct, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
-        self.mlp_rows(weights, h, rows, out)
+        self.mlp_rows(weights, Input::Rows(h.view(&self.gpu)), rows, out)
+    }
+
+    fn mlp_normed(&self, weights: &Mlp<Self>, input: Residual<'_, Self>, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
+        self.mlp_rows(weights, self.reduced(input, rows)?, rows, out)
     }
 
     fn moe(&self, weights: &Moe<Self>, h: &CudaAct, rows: &CudaRows, layer: usize, out: &mut CudaAct) -> Result<()> {
-        self.moe_rows(weights, h, rows, layer, out)
+        self.moe_rows(weights, Input::Rows(h.view(&self.gpu)), rows, layer, out)
+    }
+
+    fn moe_normed(&self, weights: &Moe<Self>, input: Residual<'_, Self>, rows: &CudaRows, layer: usize, out: &mut CudaAct) -> Result<()> {
+        self.moe_rows(weights, self.reduced(input, rows)?, rows, layer, out)
     }
 
     fn tap(&self, x: &CudaAct, rows: &CudaRows, index: usize, taps: &mut CudaAct) -> Result<()> {

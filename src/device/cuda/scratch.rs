@@ -42,6 +42,12 @@ pub enum Use {
     Rounded,
     /// Inputs of a product of many rows, rounded and in its order.
     Packed,
+    /// Normed rows as bf16, but for their factors.
+    Half,
+    /// What rounding took away from them.
+    Rest,
+    /// Factors of the rows' norm.
+    Factors,
     /// Partial sums of split products.
     Partial,
     /// What ranks gathered from each other.

@@ -13,8 +13,6 @@ const _: () = assert!(EXPAND_MANY_SHARED <= SHARED_LIMIT && EXPAND_SHARED <= SHA
 const _: () = assert!(DRAFT_SHARED[0] <= SHARED_LIMIT && DRAFT_SHARED[1] <= SHARED_LIMIT);
 
 pub struct Kernels {
-    pub norm_low_rank: CudaFunction,
-    pub rotate_and_store: CudaFunction,
     pub absorb_few: CudaFunction,
     pub absorb_many: CudaFunction,
     pub expand_outputs: CudaFunction,
@@ -36,7 +34,7 @@ pub struct DraftKernels {
 
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Self, CudaError> {
-        let (project, absorbed) = (gpu.module("attention_project")?, gpu.module("attention_absorbed")?);
+        let absorbed = gpu.module("attention_absorbed")?;
         let (validate, prompt) = (gpu.module("attention_validate")?, gpu.module("attention_prompt")?);
         let drafter = gpu.module("attention_drafter")?;
         let draft = |head: usize, shared: u32| -> Result<DraftKernels, CudaError> {
@@ -47,8 +45,6 @@ impl Kernels {
             })
         };
         Ok(Self {
-            norm_low_rank: gpu.function(&project, "norm_low_rank", 0)?,
-            rotate_and_store: gpu.function(&project, "rotate_and_store", 0)?,
             absorb_few: gpu.function(&absorbed, "absorb_few", 0)?,
             absorb_many: gpu.function(&absorbed, "absorb_many", 0)?,
             expand_outputs: gpu.function(&absorbed, "expand_outputs", 0)?,

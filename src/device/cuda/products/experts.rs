@@ -4,11 +4,12 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaSlice, DevicePtr};
 use half::bf16;
 
-use super::super::buffers::Argument;
+use super::super::buffers::{Argument, CudaMatrix, View};
 use super::super::device::CudaDevice;
 use super::super::error::During;
 use super::super::gpu::Gpu;
 use super::super::scratch::Use;
+use super::linear::cut;
 use super::routing::WorkList;
 use super::{Products, enqueue_struct, int};
 use crate::device::host::HostExpert;
@@ -26,6 +27,9 @@ const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
 const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
 const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
+/// The same of the second product for few rows, and how many choices it takes.
+const DOWN_RINGS_FEW: usize = WARPS * 4 * STEP_BYTES;
+pub(super) const FEW_PLACES: usize = 64;
 
 /// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
 pub struct CudaExperts {
@@ -43,11 +47,27 @@ struct GateUp {
     x: CUdeviceptr,
     inner: CUdeviceptr,
     list: CUdeviceptr,
+    factors: CUdeviceptr,
     places: i32,
     k: i32,
     tiles: i32,
     steps: i32,
     slice: i32,
+    top_k: i32,
+}
+
+/// Mirror of `struct DownFew` in experts.cu.
+#[repr(C)]
+struct DownFew {
+    down: Down,
+    shared: CUdeviceptr,
+    x: CUdeviceptr,
+    x_stride: i64,
+    out: CUdeviceptr,
+    out_stride: i64,
+    units: i32,
+    slice: i32,
+    rows: i32,
     top_k: i32,
 }
 
@@ -110,6 +130,11 @@ impl CudaExperts {
         self.experts * self.bytes_per_expert()
     }
 
+    /// Whether the second product's k needs no padding.
+    pub(super) fn whole_steps(&self) -> bool {
+        self.inner.is_multiple_of(STEP)
+    }
+
     /// Gate, up and down of one expert as the kernels unpack them, row-major: for tests.
     pub fn unpack(&self, device: &CudaDevice, expert: usize) -> Result<[Vec<bf16>; 3]> {
         let (inner, hidden) = (self.inner, self.hidden);
@@ -140,11 +165,19 @@ struct Raw {
     scales: CUdeviceptr,
 }
 
-fn tile(gpu: &Gpu, products: &Products, raw: Raw, pair: Option<Raw>, tiles: usize, k: usize, to: CUdeviceptr) -> Result<()> {
+/// Where a matrix in tiles goes, and where its refused scales are told.
+#[derive(Clone, Copy)]
+struct Place {
+    to: CUdeviceptr,
+    refused: CUdeviceptr,
+}
+
+fn tile(gpu: &Gpu, products: &Products, raw: Raw, pair: Option<Raw>, tiles: usize, k: usize, place: Place) -> Result<()> {
     let pair = pair.unwrap_or(Raw { packed: 0, scales: 0 });
     let steps = k.div_ceil(STEP);
     let raw = [raw.packed, raw.scales, pair.packed, pair.scales].map(Argument::bits);
-    let mut values = [raw[0], raw[1], raw[2], raw[3], int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits()];
+    let Place { to, refused } = place;
+    let mut values = [raw[0], raw[1], raw[2], raw[3], int(tiles).bits(), int(k).bits(), int(steps).bits(), to.bits(), refused.bits()];
     // SAFETY: the parameters of tile_int4; the raw matrices are freed in stream order, after it.
     unsafe { gpu.enqueue(&products.tile_int4, ((tiles * steps).div_ceil(8) as u32, 1, 1), 256, 0, &mut values)? };
     Ok(())
@@ -160,6 +193,8 @@ impl CudaDevice {
         }
         let experts = CudaExperts::empty(&self.gpu, weights.len(), inner, hidden)?;
         let (gate_up, down_at) = (experts.gate_up.device_ptr(&self.gpu.stream).0, experts.down.device_ptr(&self.gpu.stream).0);
+        let refused = self.gpu.stream.alloc_zeros::<u32>(1).during("allocating a flag")?;
+        let place = |to: u64| Place { to, refused: refused.device_ptr(&self.gpu.stream).0 };
         for (batch, chunk) in weights.chunks(TOGETHER).enumerate() {
             let parts: Vec<&[u8]> = chunk
                 .iter()
@@ -171,15 +206,30 @@ impl CudaDevice {
                 let [gate, up, down] = [0, 2, 4].map(|part| Raw { packed: at[part], scales: at[part + 1] });
                 let i = (batch * TOGETHER + j) as u64;
                 let to = gate_up + i * gate_up_bytes(inner, hidden) as u64;
-                tile(&self.gpu, &self.products, gate, Some(up), inner / 8, hidden, to)?;
-                tile(&self.gpu, &self.products, down, None, hidden / 16, inner, down_at + i * down_bytes(inner, hidden) as u64)?;
+                tile(&self.gpu, &self.products, gate, Some(up), inner / 8, hidden, place(to))?;
+                let to = down_at + i * down_bytes(inner, hidden) as u64;
+                tile(&self.gpu, &self.products, down, None, hidden / 16, inner, place(to))?;
             }
         }
-        Ok(experts)
+        match self.gpu.stream.clone_dtoh(&refused).during("reading a flag")?[0] {
+            0 => Ok(experts),
+            bits => Err(DeviceError(format!(
+                "a scale of an expert's weights is {:e}, the CUDA kernels want 0 or 2^-110 to 2^10; check the checkpoint",
+                f32::from_bits(bits)
+            ))),
+        }
     }
 
-    /// `silu(gate x) * up x` of every choice in the list, bf16 in sorted order, from bf16 rows `x`. Returns where it lies.
-    pub(super) fn experts_up(&self, experts: &CudaExperts, x: CUdeviceptr, list: &WorkList, top_k: usize) -> Result<CUdeviceptr> {
+    /// `silu(gate x) * up x` of every choice in the list, bf16 in sorted order, from bf16 rows `x` times `factors` (0 = none). Returns
+    /// where it lies.
+    pub(super) fn experts_up(
+        &self,
+        experts: &CudaExperts,
+        x: CUdeviceptr,
+        factors: CUdeviceptr,
+        list: &WorkList,
+        top_k: usize,
+    ) -> Result<CUdeviceptr> {
         let gpu = &self.gpu;
         let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
         let inner = self.scratch.borrow_mut().get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
@@ -188,6 +238,7 @@ impl CudaDevice {
             x,
             inner,
             list: list.at,
+            factors,
             places: int(list.places),
             k: int(experts.hidden),
             tiles: int(tiles),
@@ -203,22 +254,58 @@ impl CudaDevice {
         Ok(inner)
     }
 
-    /// Each choice's output `[places, hidden]` f32, unweighted. Returns where it lies. Must follow [`Self::experts_up`] directly: the
-    /// kernel reads the list before its predecessor has ended.
-    pub(super) fn experts_down(&self, experts: &CudaExperts, inner: CUdeviceptr, list: &WorkList) -> Result<CUdeviceptr> {
+    /// The weighted outputs of the choices on top of the shared expert's, a matrix and its input, into `out`: the second step of few rows.
+    /// Must follow [`Self::experts_up`] directly.
+    pub(super) fn experts_down_few(
+        &self,
+        experts: &CudaExperts,
+        inner: CUdeviceptr,
+        list: &WorkList,
+        top_k: usize,
+        (shared, x): (&CudaMatrix, View),
+        out: View,
+    ) -> Result<()> {
         let gpu = &self.gpu;
-        let (tiles, steps) = (experts.hidden / 16, experts.inner.div_ceil(STEP));
-        let outer = self.scratch.borrow_mut().get(gpu, Use::Outer, list.places * experts.hidden * size_of::<f32>())?;
-        let mut parameters = Down {
-            weights: experts.down.device_ptr(&gpu.stream).0,
+        let (tiles, units) = (experts.hidden / 16, shared.k / 32);
+        let (_, slice) = cut(tiles, units);
+        let mut few = DownFew {
+            down: self.down(experts, inner, 0, list),
+            shared: shared.at(gpu),
+            x: x.at,
+            x_stride: x.stride as i64,
+            out: out.at,
+            out_stride: out.stride as i64,
+            units: int(units),
+            slice: int(slice),
+            rows: int(list.rows),
+            top_k: int(top_k),
+        };
+        let bytes = DOWN_RINGS_FEW + WARPS * slice * 1024 + list.places * 16 * size_of::<f32>();
+        // SAFETY: `DownFew` mirrors the kernel's struct; `out` has a row for every row of the bound.
+        unsafe { enqueue_struct(gpu, &self.products.down_few, (tiles as u32, 1, 1), 256, bytes, 1, &mut few)? };
+        Ok(())
+    }
+
+    fn down(&self, experts: &CudaExperts, inner: CUdeviceptr, outer: CUdeviceptr, list: &WorkList) -> Down {
+        Down {
+            weights: experts.down.device_ptr(&self.gpu.stream).0,
             inner,
             outer,
             list: list.at,
             places: int(list.places),
             k: int(experts.inner),
-            tiles: int(tiles),
-            steps: int(steps),
-        };
+            tiles: int(experts.hidden / 16),
+            steps: int(experts.inner.div_ceil(STEP)),
+        }
+    }
+
+    /// Each choice's output `[places, hidden]` f32, unweighted. Returns where it lies. Must follow [`Self::experts_up`] directly: the
+    /// kernel reads the list before its predecessor has ended.
+    pub(super) fn experts_down(&self, experts: &CudaExperts, inner: CUdeviceptr, list: &WorkList) -> Result<CUdeviceptr> {
+        let gpu = &self.gpu;
+        let tiles = experts.hidden / 16;
+        let outer = self.scratch.borrow_mut().get(gpu, Use::Outer, list.places * experts.hidden * size_of::<f32>())?;
+        let mut parameters = self.down(experts, inner, outer, list);
         let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles).div_ceil(WARPS) as u32);
         let kernel = &self.products.down[list.rows_per_entry.ilog2() as usize - 3];
         // SAFETY: `Down` mirrors the kernel's struct; scratch has room for every place.
@@ -233,7 +320,7 @@ mod tests {
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<GateUp>(), size_of::<Down>()), (56, 48));
+        assert_eq!((size_of::<GateUp>(), size_of::<Down>(), size_of::<DownFew>()), (64, 48, 104));
     }
 
     #[test]

@@ -1,17 +1,20 @@
-//! Dense products and the SwiGLU block made of them (kernels/products/dense.cu for few rows; wide.rs for many).
+//! Dense products and the SwiGLU block made of them (kernels/products/few.cu for up to four rows, dense.cu for more; wide.rs for many),
+//! with the norm in front of them where there is one.
 
 use cudarc::driver::sys::CUdeviceptr;
+use half::bf16;
 
-use super::super::buffers::{CudaMatrix, View};
+use super::super::buffers::{CudaAct, CudaMatrix, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::{enqueue_struct, int, tile_of, wide};
-use crate::device::{DeviceError, Mlp, Result};
+use super::norm::{Latents, Norm, Normed};
+use super::{MAX_SHARED, enqueue_struct, int, tile_of, wide};
+use crate::device::{DeviceError, Mlp, Residual, Result};
 
 /// What becomes of a product's sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mode {
+pub(in crate::device::cuda) enum Mode {
     Store = 0,
     /// Rows of the matrix are gates above ups: `silu(gate) * up`.
     SwiGlu = 1,
@@ -19,11 +22,29 @@ pub(super) enum Mode {
     Precise = 2,
     /// On top of the sum, in the order of a row's choices, weight times each expert's output.
     Combine = 3,
+    /// Queries whose rotary columns are rotated.
+    Rotate = 4,
+}
+
+/// What a product multiplies.
+#[derive(Clone, Copy)]
+pub(in crate::device::cuda) enum Input<'a> {
+    Rows(View),
+    Normed(Normed<'a>),
+}
+
+impl Input<'_> {
+    fn view(&self) -> View {
+        match self {
+            Self::Rows(x) => *x,
+            Self::Normed(normed) => normed.x,
+        }
+    }
 }
 
 /// What else a launch reads or writes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct With {
+pub(in crate::device::cuda) struct With {
     /// Where the activations go as bf16 `[rows, k]`, or 0.
     pub rounded: CUdeviceptr,
     /// `Mode::Combine`: the work list, its room, choices of a row, and the experts' outputs `[places, n]`.
@@ -31,11 +52,13 @@ pub(super) struct With {
     pub places: usize,
     pub top_k: usize,
     pub outer: CUdeviceptr,
+    /// `Mode::Rotate`: by which angles; its latents are stored by the launch, or by the one before it.
+    pub latents: Latents,
 }
 
 /// One matrix of a launch and where its product goes.
 #[derive(Clone, Copy)]
-pub(super) struct Part<'a> {
+pub(in crate::device::cuda) struct Part<'a> {
     pub weights: &'a CudaMatrix,
     pub out: View,
     pub mode: Mode,
@@ -69,6 +92,11 @@ pub(super) struct Dense {
     list: CUdeviceptr,
     outer: CUdeviceptr,
     top_k: i64,
+    half: CUdeviceptr,
+    rest: CUdeviceptr,
+    factors: CUdeviceptr,
+    norm: Norm,
+    latents: Latents,
     job: [Job; 2],
 }
 
@@ -76,12 +104,14 @@ pub(super) struct Dense {
 pub(super) const SLICES: usize = 8;
 /// Blocks that keep the largest card busy.
 const WANTED_BLOCKS: usize = 192;
+/// Rows up to which few.cu is the faster one.
+pub(super) const FEW_ROWS: usize = 4;
 /// Bytes of the weight rings of one block.
 const RINGS: usize = SLICES * 8 * 1024;
 
 /// How a launch over `tiles` tiles of 16 weight rows cuts `units` units of k: `(groups of eight slices, units of a slice)`. Depends
 /// on the matrices alone, never on the rows: it fixes the order of every sum.
-fn cut(tiles: usize, units: usize) -> (usize, usize) {
+pub(super) fn cut(tiles: usize, units: usize) -> (usize, usize) {
     let mut groups = [1, 2].into_iter().find(|groups| tiles * groups >= WANTED_BLOCKS).unwrap_or(4);
     while groups > 1 && units < 2 * SLICES * groups {
         groups /= 2;
@@ -89,22 +119,37 @@ fn cut(tiles: usize, units: usize) -> (usize, usize) {
     (groups, units.div_ceil(SLICES * groups))
 }
 
+/// Dynamic shared memory of few.cu: weights, bf16 rows in one or two terms, and what the other blocks of a cluster send.
+fn few_shared(slice: usize, groups: usize, terms: usize, rows: usize) -> usize {
+    SLICES * (slice.min(8) * 1024 + terms * rows * (slice | 1) * 64) + (groups - 1) * (512 + FEW_ROWS * 4)
+}
+
 impl CudaDevice {
     /// `out[row] = x[row] W^T` for every row of the bound. Used by all other operations.
     pub(in crate::device::cuda) fn product(&self, x: View, weight: &CudaMatrix, rows: &CudaRows, out: View) -> Result<()> {
-        self.products_of(x, &[Part { weights: weight, out, mode: Mode::Store }], rows.bound, &With::default())
+        let part = Part { weights: weight, out, mode: Mode::Store };
+        self.products_of(Input::Rows(x), &[part], rows.bound, &With::default()).map(drop)
     }
 
     /// Two products with the same activations in one launch: faster than one after the other.
     pub fn product_pair(&self, x: View, parts: [(&CudaMatrix, View); 2], rows: &CudaRows) -> Result<()> {
-        self.products_of(x, &parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store }), rows.bound, &With::default())
+        let parts = parts.map(|(weights, out)| Part { weights, out, mode: Mode::Store });
+        self.products_of(Input::Rows(x), &parts, rows.bound, &With::default()).map(drop)
     }
 
-    /// The products of one or two matrices with the same activations.
-    pub(super) fn products_of(&self, x: View, parts: &[Part<'_>], rows: usize, with: &With) -> Result<()> {
+    /// The products of one or two matrices with the same activations. Returns where the factors of the rows' norm lie, which are in the
+    /// products but not in `with.rounded`; 0 without a norm.
+    pub(in crate::device::cuda) fn products_of(
+        &self,
+        input: Input<'_>,
+        parts: &[Part<'_>],
+        rows: usize,
+        with: &With,
+    ) -> Result<CUdeviceptr> {
         if rows == 0 {
-            return Ok(());
+            return Ok(0);
         }
+        let x = input.view();
         if !x.stride.is_multiple_of(4) || !x.at.is_multiple_of(16) {
             return Err(DeviceError(format!("activations at a stride of {}: the CUDA device wants a multiple of 4", x.stride)));
         }
@@ -140,29 +185,99 @@ impl CudaDevice {
             list: with.list,
             outer: with.outer,
             top_k: with.top_k as i64,
+            half: 0,
+            rest: 0,
+            factors: 0,
+            norm: Norm::default(),
+            latents: with.latents,
             job: jobs,
         };
         let pairs = parts.iter().any(|part| part.mode == Mode::Precise);
+        if let Input::Normed(_) = input {
+            self.reserve(rows, k, pairs)?;
+        }
+        let shared = few_shared(slice, groups, if pairs { 2 } else { 1 }, rows);
+        if rows <= FEW_ROWS && shared <= MAX_SHARED as usize {
+            if let Input::Normed(normed) = input {
+                dense.norm = normed.on_the_way(gpu, self.factors(rows)?);
+            }
+            let kernels = &self.products.few[usize::from(rows > 1)];
+            let (kernel, storing) = match input {
+                Input::Normed(_) if with.latents.cache != 0 => (&kernels.latents, rows.div_ceil(groups)),
+                Input::Normed(_) => (&kernels.norm, 0),
+                Input::Rows(_) => (&kernels.plain, 0),
+            };
+            let grid = (groups as u32, 1, (tiles + storing) as u32);
+            // SAFETY: `Dense` mirrors the kernels' struct; weights, activations and scratch live as long as graphs of them.
+            unsafe { enqueue_struct(gpu, kernel, grid, 256, shared, groups as u32, &mut dense)? };
+            return Ok(dense.norm.factors);
+        }
         let heights = [parts[0].weights.n, parts.get(1).map_or(0, |part| part.weights.n)];
-        if wide::takes(rows, heights.iter().sum::<usize>() * k, pairs) {
-            return self.wide_products(x, dense, &heights[..parts.len()], rows, pairs);
+        let many = wide::takes(rows, heights.iter().sum::<usize>() * k, pairs);
+        if let Input::Normed(normed) = input {
+            self.prepare_input(normed, &mut dense, many, pairs, with)?;
+        }
+        let factors = dense.factors;
+        if many {
+            let x = View { at: dense.x, stride: dense.x_stride as usize };
+            self.wide_products(x, dense, &heights[..parts.len()], rows, pairs)?;
+            return Ok(factors);
         }
         let (kernel, tile) = tile_of(rows);
         let blocks = |together: usize| parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum::<usize>();
         // Two tiles of weights a block halve the traffic of activations, where enough blocks are left.
         let together = if tile == 32 && blocks(2) * groups >= 2 * gpu.sms as usize { 2 } else { 1 };
-        let function = if together == 2 { &self.products.dense_two } else { &self.products.dense[kernel] };
+        let kernels = &self.products.dense[usize::from(dense.half != 0)];
+        let function = if together == 2 { &kernels.two } else { &kernels.one[kernel] };
         let blocks = blocks(together);
         let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
         let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;
-        // SAFETY: `Dense` mirrors the kernels' struct; weights, activations and scratch live as long as graphs of them.
+        // SAFETY: as above.
         unsafe { enqueue_struct(gpu, function, grid, 256, shared, groups as u32, &mut dense)? };
+        Ok(factors)
+    }
+
+    /// Scratch for what fewer rows need and more rows do not: no round after the largest may ask for more.
+    fn reserve(&self, rows: usize, k: usize, pairs: bool) -> Result<()> {
+        let bytes = rows.min(wide::MOST_NARROW) * k * size_of::<bf16>();
+        for what in [Use::Half, Use::Rest].into_iter().take(if pairs { 2 } else { 1 }) {
+            self.scratch.borrow_mut().get(&self.gpu, what, bytes)?;
+        }
         Ok(())
     }
 
+    /// Where the factors of a norm go.
+    fn factors(&self, rows: usize) -> Result<CUdeviceptr> {
+        Ok(self.scratch.borrow_mut().get(&self.gpu, Use::Factors, rows * size_of::<f32>())?)
+    }
+
+    /// A launch that adds, multiplies by the norm's weight and rounds, for more rows than do so on the way; `dense` reads what it leaves.
+    fn prepare_input(&self, normed: Normed<'_>, dense: &mut Dense, many: bool, pairs: bool, with: &With) -> Result<()> {
+        let (rows, k) = (dense.rows as usize, dense.units as usize * 32);
+        let room = |what, bytes: usize| self.scratch.borrow_mut().get(&self.gpu, what, rows * k * bytes);
+        let mut rows_of_f32 = 0;
+        if many {
+            rows_of_f32 = room(Use::Normed, 4)?;
+            (dense.x, dense.x_stride) = (rows_of_f32, k as i64);
+        } else {
+            dense.half = if with.rounded != 0 { with.rounded } else { room(Use::Half, 2)? };
+            dense.rest = if pairs { room(Use::Rest, 2)? } else { 0 };
+            dense.rounded = 0;
+        }
+        dense.factors = self.factors(rows)?;
+        let cut = (dense.units, dense.slice, dense.groups);
+        self.prepare_rows(normed, rows, cut, rows_of_f32, (dense.half, dense.rest), dense.factors, with.latents)
+    }
+
     /// `silu(gate) * up` of a SwiGLU block into scratch `[rows, inner]`; beside it, in the same launch, another product of the same
-    /// input and the input itself as bf16.
-    pub(super) fn gated(&self, x: View, gate_up: &CudaMatrix, beside: Option<(Part<'_>, CUdeviceptr)>, rows: usize) -> Result<View> {
+    /// input and the input itself as bf16. Also returns what [`Self::products_of`] does.
+    pub(super) fn gated(
+        &self,
+        input: Input<'_>,
+        gate_up: &CudaMatrix,
+        beside: Option<(Part<'_>, CUdeviceptr)>,
+        rows: usize,
+    ) -> Result<(View, CUdeviceptr)> {
         let inner = gate_up.n / 2;
         if !inner.is_multiple_of(8) {
             return Err(DeviceError(format!("a SwiGLU block of {inner} inner columns: the CUDA device wants a multiple of 8")));
@@ -170,21 +285,34 @@ impl CudaDevice {
         let at = self.scratch.borrow_mut().get(&self.gpu, Use::Wide, rows * inner * size_of::<f32>())?;
         let out = View { at, stride: inner };
         let gated = Part { weights: gate_up, out, mode: Mode::SwiGlu };
-        match beside {
-            Some((part, rounded)) => self.products_of(x, &[part, gated], rows, &With { rounded, ..With::default() })?,
-            None => self.products_of(x, &[gated], rows, &With::default())?,
-        }
-        Ok(out)
+        let factors = match beside {
+            Some((part, rounded)) => self.products_of(input, &[part, gated], rows, &With { rounded, ..With::default() })?,
+            None => self.products_of(input, &[gated], rows, &With::default())?,
+        };
+        Ok((out, factors))
+    }
+
+    /// The stream with what is to be added summed over ranks.
+    pub(in crate::device::cuda) fn reduced<'a>(&self, input: Residual<'a, Self>, rows: &CudaRows) -> Result<Input<'a>> {
+        let added = match input.added {
+            Some(added) => {
+                self.sum_over_ranks(added, rows.bound)?;
+                Some(added.view(&self.gpu))
+            }
+            None => None,
+        };
+        let (x, sum) = (input.x.view(&self.gpu), Some(input.sum.view(&self.gpu)));
+        Ok(Input::Normed(Normed { x, added, sum, weight: input.norm, eps: input.eps }))
     }
 
     pub(in crate::device::cuda) fn mlp_rows(
         &self,
         weights: &Mlp<Self>,
-        h: &super::super::buffers::CudaAct,
+        input: Input<'_>,
         rows: &CudaRows,
-        out: &mut super::super::buffers::CudaAct,
+        out: &mut CudaAct,
     ) -> Result<()> {
-        let inner = self.gated(h.view(&self.gpu), &weights.gate_up, None, rows.bound)?;
+        let (inner, _) = self.gated(input, &weights.gate_up, None, rows.bound)?;
         self.product(inner, &weights.down, rows, out.view(&self.gpu))
     }
 }
@@ -202,11 +330,12 @@ mod tests {
             assert!(groups * SLICES * slice >= units, "{n} x {k}: {groups} groups of 8 x {slice} cover {units}");
             assert!((groups - 1) * SLICES * slice < units, "{n} x {k}: the last group is empty");
         }
+        assert!(few_shared(14, 2, 1, 4) <= MAX_SHARED as usize && few_shared(7, 4, 2, 4) <= MAX_SHARED as usize, "the shapes of K2.6 fit");
         assert_eq!(cut(132, 224), (2, 14), "q_a and kv_a: two blocks a multiprocessor");
     }
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 152));
+        assert_eq!((size_of::<Job>(), size_of::<Dense>()), (40, 304));
     }
 }

@@ -8,6 +8,7 @@
 pub mod experts;
 mod linear;
 pub mod moe;
+mod norm;
 pub mod routing;
 mod rows;
 mod upload;
@@ -19,15 +20,22 @@ use super::error::{CudaError, During};
 use super::gpu::Gpu;
 
 pub use experts::CudaExperts;
+pub(in crate::device::cuda) use linear::{Input, Mode, Part, With};
+pub(in crate::device::cuda) use norm::{Latents, Normed};
 pub use routing::HostRoutes;
 
 /// The kernels of this module.
 pub struct Products {
-    dense: [CudaFunction; 3],
-    dense_two: CudaFunction,
+    /// For f32 and for bf16 activations.
+    dense: [DenseKernels; 2],
     wide: wide::WideKernels,
+    /// For one row, and for more.
+    few: [FewKernels; 2],
+    prepare_rows: CudaFunction,
+    prepare_and_store: CudaFunction,
     gate_up: [CudaFunction; 3],
     down: [CudaFunction; 3],
+    down_few: CudaFunction,
     tile_int4: CudaFunction,
     unpack_int4: CudaFunction,
     random_int4: CudaFunction,
@@ -46,6 +54,19 @@ pub struct Products {
     uniform_routing: std::cell::Cell<bool>,
 }
 
+/// Tiles of 8, 16 and 32 rows; and of 32 rows with two tiles of weights.
+struct DenseKernels {
+    one: [CudaFunction; 3],
+    two: CudaFunction,
+}
+
+/// Without a norm in front, with one, and with one and latents to store.
+struct FewKernels {
+    plain: CudaFunction,
+    norm: CudaFunction,
+    latents: CudaFunction,
+}
+
 impl Products {
     pub fn load(gpu: &Gpu) -> Result<Self, CudaError> {
         let (dense, experts) = (gpu.module("products_dense")?, gpu.module("products_experts")?);
@@ -54,12 +75,23 @@ impl Products {
             let one = |rows: usize| gpu.function(module, &format!("{name}_{rows}"), shared);
             Ok([one(8)?, one(16)?, one(32)?])
         };
+        let (few, norm) = (gpu.module("products_few")?, gpu.module("products_norm")?);
+        let of_dense = |name: &str| -> Result<DenseKernels, CudaError> {
+            Ok(DenseKernels { one: by_tiles(&dense, name, MAX_SHARED)?, two: gpu.function(&dense, &format!("{name}_32_two"), MAX_SHARED)? })
+        };
+        let of_few = |name: &str| -> Result<FewKernels, CudaError> {
+            let one = |what: &str| gpu.function(&few, &format!("{name}_{what}"), MAX_SHARED);
+            Ok(FewKernels { plain: one("plain")?, norm: one("norm")?, latents: one("latents")? })
+        };
         Ok(Self {
-            dense: by_tiles(&dense, "dense", MAX_SHARED)?,
-            dense_two: gpu.function(&dense, "dense_32_two", MAX_SHARED)?,
+            dense: [of_dense("dense")?, of_dense("dense_half")?],
+            few: [of_few("one")?, of_few("few")?],
+            prepare_rows: gpu.function(&norm, "prepare_rows", 0)?,
+            prepare_and_store: gpu.function(&norm, "prepare_and_store", 0)?,
             wide: wide::WideKernels::load(gpu)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
+            down_few: gpu.function(&experts, "down_few_rows", MAX_SHARED_FEW)?,
             tile_int4: gpu.function(&experts, "tile_int4", 0)?,
             unpack_int4: gpu.function(&experts, "unpack_int4", 0)?,
             random_int4: gpu.function(&experts, "random_int4", 0)?,
@@ -87,6 +119,8 @@ impl super::device::CudaDevice {
 
 /// Dynamic shared memory that a block may use: what every supported card has.
 const MAX_SHARED: u32 = 99 * 1024 - 256;
+/// The same where a block also keeps a list of few rows.
+const MAX_SHARED_FEW: u32 = 96 * 1024;
 
 /// Which of the three kernels (8, 16 or 32 rows a tile) and how many rows its tile has.
 fn tile_of(rows: usize) -> (usize, usize) {

@@ -1,5 +1,5 @@
 //! A layer of experts: router and the shared expert's first product in one launch, routing, the grouped products, the weighted sum.
-//! In three steps, so that a bench can time the experts alone.
+//! In three steps, so that a bench can time the experts alone. For few rows the second grouped product takes the third step along.
 
 use cudarc::driver::sys::CUdeviceptr;
 use half::bf16;
@@ -8,7 +8,8 @@ use super::super::buffers::{CudaAct, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::linear::{Mode, Part, With};
+use super::experts::FEW_PLACES;
+use super::linear::{FEW_ROWS, Input, Mode, Part, With, cut};
 use super::routing::{Router, WorkList};
 use crate::device::{Moe, Result};
 
@@ -16,15 +17,17 @@ use crate::device::{Moe, Result};
 pub struct Routed {
     list: WorkList,
     shared: View,
-    /// The input as bf16 rows.
+    /// The input as bf16 rows, but for the factors of its norm.
     rounded: CUdeviceptr,
+    /// Those factors, or 0.
+    factors: CUdeviceptr,
 }
 
 impl CudaDevice {
     pub(in crate::device::cuda) fn moe_rows(
         &self,
         weights: &Moe<Self>,
-        h: &CudaAct,
+        input: Input<'_>,
         rows: &CudaRows,
         layer: usize,
         out: &mut CudaAct,
@@ -32,26 +35,48 @@ impl CudaDevice {
         if rows.bound == 0 {
             return Ok(());
         }
-        let routed = self.moe_route(weights, h, rows, layer)?;
-        let outer = self.moe_experts(weights, &routed)?;
-        self.moe_sum(weights, &routed, outer, rows, out)
+        let routed = self.route_rows(weights, input, rows, layer)?;
+        match self.moe_experts(weights, &routed, out)? {
+            Some(outer) => self.moe_sum(weights, &routed, outer, rows, out),
+            None => Ok(()),
+        }
     }
 
     /// Router, shared gate and up, and the work list of `layer`.
     pub fn moe_route(&self, weights: &Moe<Self>, h: &CudaAct, rows: &CudaRows, layer: usize) -> Result<Routed> {
+        self.route_rows(weights, Input::Rows(h.view(&self.gpu)), rows, layer)
+    }
+
+    fn route_rows(&self, weights: &Moe<Self>, input: Input<'_>, rows: &CudaRows, layer: usize) -> Result<Routed> {
         let (bound, experts) = (rows.bound, weights.router.n);
         let gates = self.scratch.borrow_mut().get(&self.gpu, Use::Gates, bound * experts * size_of::<f32>())?;
         let router = Part { weights: &weights.router, out: View { at: gates, stride: experts }, mode: Mode::Precise };
-        let rounded = self.scratch.borrow_mut().get(&self.gpu, Use::Rounded, bound * h.width * size_of::<bf16>())?;
-        let shared = self.gated(h.view(&self.gpu), &weights.shared.gate_up, Some((router, rounded)), bound)?;
+        let rounded = self.scratch.borrow_mut().get(&self.gpu, Use::Rounded, bound * weights.router.k * size_of::<bf16>())?;
+        let (shared, factors) = self.gated(input, &weights.shared.gate_up, Some((router, rounded)), bound)?;
         let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer };
-        Ok(Routed { list: self.route(&router, rows)?, shared, rounded })
+        Ok(Routed { list: self.route(&router, rows)?, shared, rounded, factors })
     }
 
-    /// The routed experts' outputs, one row per choice, unweighted; returns where they lie in scratch.
-    pub fn moe_experts(&self, weights: &Moe<Self>, routed: &Routed) -> Result<CUdeviceptr> {
-        let inner = self.experts_up(&weights.experts, routed.rounded, &routed.list, weights.top_k)?;
-        self.experts_down(&weights.experts, inner, &routed.list)
+    /// Whether the second grouped product can take the shared expert and the weighted sum along: few rows, and a shared down that is not
+    /// cut between blocks.
+    fn sums_by_itself(weights: &Moe<Self>, list: &WorkList) -> bool {
+        let (down, experts) = (&weights.shared.down, &weights.experts);
+        let (groups, slice) = cut(down.n.div_ceil(16), down.k / 32);
+        let shapes = groups == 1 && slice <= 4 && down.n == experts.hidden && experts.hidden.is_multiple_of(16) && experts.whole_steps();
+        list.rows <= FEW_ROWS && list.places <= FEW_PLACES && shapes
+    }
+
+    /// The routed experts' outputs, one row per choice, unweighted; returns where they lie in scratch, or `None` when they are in `out`
+    /// already, weighted, with the shared expert's.
+    pub fn moe_experts(&self, weights: &Moe<Self>, routed: &Routed, out: &mut CudaAct) -> Result<Option<CUdeviceptr>> {
+        let Routed { list, rounded, factors, .. } = routed;
+        let inner = self.experts_up(&weights.experts, *rounded, *factors, list, weights.top_k)?;
+        if Self::sums_by_itself(weights, list) {
+            let shared = (&weights.shared.down, routed.shared);
+            self.experts_down_few(&weights.experts, inner, list, weights.top_k, shared, out.view(&self.gpu))?;
+            return Ok(None);
+        }
+        self.experts_down(&weights.experts, inner, list).map(Some)
     }
 
     /// The shared expert's output and on top, in the order of the choices, the weighted routed ones.
@@ -59,6 +84,6 @@ impl CudaDevice {
         let list = routed.list;
         let with = With { list: list.at, places: list.places, top_k: weights.top_k, outer, ..With::default() };
         let part = Part { weights: &weights.shared.down, out: out.view(&self.gpu), mode: Mode::Combine };
-        self.products_of(routed.shared, &[part], rows.bound, &with)
+        self.products_of(Input::Rows(routed.shared), &[part], rows.bound, &with).map(drop)
     }
 }

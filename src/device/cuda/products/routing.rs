@@ -44,6 +44,8 @@ pub struct WorkList {
     pub at: CUdeviceptr,
     /// Room: `rows * top_k`, rounded up.
     pub places: usize,
+    /// Rows of the pass.
+    pub rows: usize,
     /// Rows that one entry holds at most: 8, 16 or 32.
     pub rows_per_entry: usize,
     /// Most entries the list can have.
@@ -112,7 +114,7 @@ impl CudaDevice {
         // SAFETY: `Routing` mirrors the kernel's struct; the list has room for every choice of the bound.
         unsafe { enqueue_struct(&self.gpu, &self.products.route, (bound as u32, 1, 1), MAX_EXPERTS as u32, 0, 1, &mut routing)? };
         let entries = (bound * top_k).min(experts + bound * top_k / rows_per_entry);
-        Ok(WorkList { at, places, rows_per_entry, entries })
+        Ok(WorkList { at, places, rows: bound, rows_per_entry, entries })
     }
 
     /// Routes of the first `rows` rows of the layer run last, whose pass had `bound` rows: for tests.

@@ -161,10 +161,13 @@ impl WideKernels {
     }
 }
 
+/// Rows beyond which every product goes here.
+pub(super) const MOST_NARROW: usize = 384;
+
 /// Whether a product with `weights` weights and so many rows goes here. Small matrices are cheaper read again for every 32 rows;
 /// in two terms (`pairs`) that holds longer.
 pub(super) fn takes(rows: usize, weights: usize, pairs: bool) -> bool {
-    rows > 384 || weights >= 1 << 20 && rows > if pairs { 64 } else { 32 }
+    rows > MOST_NARROW || weights >= 1 << 20 && rows > if pairs { 64 } else { 32 }
 }
 
 impl CudaDevice {
@@ -234,6 +237,6 @@ mod tests {
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<Pack>(), size_of::<Wide>()), (48, 176));
+        assert_eq!((size_of::<Pack>(), size_of::<Wide>()), (48, 328));
     }
 }
