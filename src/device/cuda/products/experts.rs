@@ -11,19 +11,19 @@ use super::super::gpu::Gpu;
 use super::super::scratch::Use;
 use super::linear::cut;
 use super::routing::WorkList;
-use super::{Products, enqueue_struct, int};
+use super::{Products, enqueue_struct, experts_many, int};
 use crate::device::host::HostExpert;
 use crate::device::{DeviceError, Result};
 use crate::model::tensor::Int4Matrix;
 
 /// Columns of one step of INT4 weights and its bytes: nibbles and scales of 16 rows.
-const STEP: usize = 128;
-const STEP_BYTES: usize = 1152;
+pub(super) const STEP: usize = 128;
+pub(super) const STEP_BYTES: usize = 1152;
 const GROUP: usize = 32;
 /// Experts that go up in one array.
 const TOGETHER: usize = 64;
 /// Warps of a block, each with its slice of k.
-const WARPS: usize = 8;
+pub(super) const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
 const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
 const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
@@ -33,8 +33,8 @@ pub(super) const FEW_PLACES: usize = 64;
 
 /// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
 pub struct CudaExperts {
-    gate_up: CudaSlice<u8>,
-    down: CudaSlice<u8>,
+    pub(super) gate_up: CudaSlice<u8>,
+    pub(super) down: CudaSlice<u8>,
     pub experts: usize,
     pub inner: usize,
     pub hidden: usize,
@@ -233,6 +233,10 @@ impl CudaDevice {
         let gpu = &self.gpu;
         let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
         let inner = self.scratch.borrow_mut().get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
+        if list.rows_per_entry == experts_many::ROWS {
+            self.experts_up_many(experts, [x, factors], inner, list, top_k)?;
+            return Ok(inner);
+        }
         let mut parameters = GateUp {
             weights: experts.gate_up.device_ptr(&gpu.stream).0,
             x,
@@ -305,6 +309,10 @@ impl CudaDevice {
         let gpu = &self.gpu;
         let tiles = experts.hidden / 16;
         let outer = self.scratch.borrow_mut().get(gpu, Use::Outer, list.places * experts.hidden * size_of::<f32>())?;
+        if list.rows_per_entry == experts_many::ROWS {
+            self.experts_down_many(experts, inner, outer, list)?;
+            return Ok(outer);
+        }
         let mut parameters = self.down(experts, inner, outer, list);
         let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles).div_ceil(WARPS) as u32);
         let kernel = &self.products.down[list.rows_per_entry.ilog2() as usize - 3];

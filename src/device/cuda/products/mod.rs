@@ -6,6 +6,7 @@
 //! Whatever `Numerics` says, a row's sums are taken in an order that depends on the matrices alone, never on the other rows.
 
 pub mod experts;
+mod experts_many;
 mod linear;
 pub mod moe;
 mod norm;
@@ -29,6 +30,7 @@ pub struct Products {
     /// For f32 and for bf16 activations.
     dense: [DenseKernels; 2],
     wide: wide::WideKernels,
+    many: experts_many::ManyKernels,
     /// For one row, and for more.
     few: [FewKernels; 2],
     prepare_rows: CudaFunction,
@@ -89,6 +91,7 @@ impl Products {
             prepare_rows: gpu.function(&norm, "prepare_rows", 0)?,
             prepare_and_store: gpu.function(&norm, "prepare_and_store", 0)?,
             wide: wide::WideKernels::load(gpu)?,
+            many: experts_many::ManyKernels::load(gpu)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
             down_few: gpu.function(&experts, "down_few_rows", MAX_SHARED_FEW)?,

@@ -53,7 +53,8 @@ impl CudaDevice {
         let router = Part { weights: &weights.router, out: View { at: gates, stride: experts }, mode: Mode::Precise };
         let rounded = self.scratch.borrow_mut().get(&self.gpu, Use::Rounded, bound * weights.router.k * size_of::<bf16>())?;
         let (shared, factors) = self.gated(input, &weights.shared.gate_up, Some((router, rounded)), bound)?;
-        let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer };
+        let many = self.products.many.take(&weights.experts);
+        let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer, many };
         Ok(Routed { list: self.route(&router, rows)?, shared, rounded, factors })
     }
 

@@ -7,7 +7,7 @@ use super::super::buffers::CudaVector;
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::{enqueue_struct, int};
+use super::{enqueue_struct, experts_many, int};
 use crate::device::{DeviceError, Result};
 
 /// Mirror of `struct Routing` in routing.cu.
@@ -36,6 +36,8 @@ pub(super) struct Router<'a> {
     pub top_k: usize,
     pub scaling: f32,
     pub layer: usize,
+    /// The kernels of experts_many.rs take the experts.
+    pub many: bool,
 }
 
 /// The work list of the layer enqueued last.
@@ -46,7 +48,7 @@ pub struct WorkList {
     pub places: usize,
     /// Rows of the pass.
     pub rows: usize,
-    /// Rows that one entry holds at most: 8, 16 or 32.
+    /// Rows that one entry holds at most: 8, 16, 32 or 64.
     pub rows_per_entry: usize,
     /// Most entries the list can have.
     pub entries: usize,
@@ -72,14 +74,18 @@ pub struct HostRoutes {
 const HEADER: usize = 256;
 const ENTRY: usize = 16;
 const MAX_EXPERTS: usize = 512;
+/// Up to so many rows the kernels for few rows of an expert are as fast.
+const MOST_IN_A_ROUND: usize = 512;
 /// Choices of one row.
 const MAX_TOP: usize = 32;
 
-/// Rows of one entry: enough that an expert's weights are unpacked once for most of its rows.
-fn rows_per_entry(rows: usize, top_k: usize, experts: usize) -> usize {
+/// Rows of one entry: enough that an expert's weights are unpacked once for most of its rows. `many`: the kernels of
+/// experts_many.rs take these experts.
+fn rows_per_entry(rows: usize, top_k: usize, experts: usize, many: bool) -> usize {
     match rows * top_k / experts {
         0..=4 => 8,
         5..=10 => 16,
+        16.. if many && rows > MOST_IN_A_ROUND => experts_many::ROWS,
         _ => 32,
     }
 }
@@ -95,7 +101,7 @@ impl CudaDevice {
         }
         let bytes = HEADER + places * (4 + 4 + 4) + (places + 1) * ENTRY;
         let at = self.scratch.borrow_mut().get(&self.gpu, Use::Routes, bytes)?;
-        let rows_per_entry = rows_per_entry(bound, top_k, experts);
+        let rows_per_entry = rows_per_entry(bound, top_k, experts, router.many);
         let mut routing = Routing {
             gates: router.gates,
             bias: router.bias.at(&self.gpu),
