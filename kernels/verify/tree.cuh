@@ -18,6 +18,14 @@
 #include "pieces.cuh"
 #include "softmax.cuh"
 
+// Lanes that say for their warp that it has read the exchange. One is enough after the warp has met; racecheck cannot follow that, so a
+// build for it lets every lane speak (docs/kernel.md).
+#ifdef KDTREE_RACECHECK
+constexpr int kTakers = 32;
+#else
+constexpr int kTakers = 1;
+#endif
+
 template <int kRows, bool kExact>
 __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, const CUtensorMap* tile_map) {
   using L = Layout<kRows>;
@@ -28,7 +36,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   let_next_start();                                 // the merge, which then waits for all of this kernel
   if (threadIdx.x == 32 * L::kWarps - 1) {
     for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1), mbarrier_init(smem_addr(&sm.empty[s]), L::kConsumers);
-    for (int i = 0; i < L::kQuads; ++i) mbarrier_init(smem_addr(&sm.quads[i].taken), 4);
+    for (int i = 0; i < L::kQuads; ++i) mbarrier_init(smem_addr(&sm.quads[i].taken), 4 * kTakers);
     mbarrier_init_fence();
     prefetch_map(rows_map), prefetch_map(tile_map);
   }
@@ -234,7 +242,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   // This warp has read the exchange, and P of the tile before.
   auto taken = [&]() {
     __syncwarp();
-    if (here().lane == 0) mbarrier_arrive(smem_addr(&my.taken));
+    if (here().lane < kTakers) mbarrier_arrive(smem_addr(&my.taken));
   };
   auto wait_taken = [&](int tile) { mbarrier_wait(smem_addr(&my.taken), tile & 1); };   // by all, when `tile` was gathered
   auto mask_out = [&](int tile) {
