@@ -359,7 +359,7 @@ impl Device for CudaDevice {
     }
 
     fn identity(&self) -> DeviceIdentity {
-        DeviceIdentity::cuda(&self.gpu)
+        DeviceIdentity::cuda(&self.gpu, self.numerics)
     }
 
     fn prompt_logprobs(&self, logits: &CudaAct, rows: &CudaRows, next: &[u32], top: u32) -> Result<Vec<TokenLogprob>> {
