@@ -265,11 +265,7 @@ impl<'a, D: Device> Residual<'a, D> {
     /// # Errors
     /// The device's.
     pub fn settle(self, device: &D, rows: &D::Rows) -> Result<&'a D::Act> {
-        device.tap(self.x, rows, 0, self.sum)?;
-        if let Some(added) = self.added {
-            device.add_reduced(self.sum, added, rows)?;
-        }
-        device.rms_norm(self.sum, self.norm, self.eps, rows, self.normed)?;
+        device.add_and_norm(self.x, self.added, self.sum, self.norm, self.eps, rows, self.normed)?;
         Ok(self.normed)
     }
 }
@@ -371,6 +367,24 @@ pub trait Device: Sized + 'static {
 
     // ----- the same from the residual stream, for devices that can do more at once
 
+    /// `sum = x + added` (which is still to be summed over ranks, in place), `normed = rms_norm(sum)`.
+    #[allow(clippy::too_many_arguments)]
+    fn add_and_norm(
+        &self,
+        x: &Self::Act,
+        added: Option<&mut Self::Act>,
+        sum: &mut Self::Act,
+        norm: &Self::Vector,
+        eps: f32,
+        rows: &Self::Rows,
+        normed: &mut Self::Act,
+    ) -> Result<()> {
+        self.tap(x, rows, 0, sum)?;
+        if let Some(added) = added {
+            self.add_reduced(sum, added, rows)?;
+        }
+        self.rms_norm(sum, norm, eps, rows, normed)
+    }
     /// [`Device::mla_project`] of the normed stream.
     #[allow(clippy::too_many_arguments)]
     fn mla_project_normed(

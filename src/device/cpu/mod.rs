@@ -277,6 +277,38 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn add_and_norm(
+        &self,
+        x: &CpuAct,
+        added: Option<&mut CpuAct>,
+        sum: &mut CpuAct,
+        norm: &Vec<f32>,
+        eps: f32,
+        rows: &CpuRows,
+        normed: &mut CpuAct,
+    ) -> Result<()> {
+        let added = match added {
+            Some(added) => {
+                self.all_reduce(added, rows)?;
+                Some(&*added)
+            }
+            None => None,
+        };
+        let (isa, width, sums, outs) = (self.isa, x.width, SharedMut::new(&mut sum.data), SharedMut::new(&mut normed.data));
+        split(rows.len(), 16, &|range| {
+            for row in range {
+                // SAFETY: rows are disjoint.
+                let (sum, out) = unsafe { (sums.range(row * width, width), outs.range(row * width, width)) };
+                match added {
+                    Some(added) => sum.iter_mut().zip(x.row(row)).zip(added.row(row)).for_each(|((sum, x), y)| *sum = x + y),
+                    None => sum.copy_from_slice(x.row(row)),
+                }
+                layers::rms_norm(isa, sum, norm, eps, out);
+            }
+        });
+        Ok(())
+    }
+
     fn all_reduce(&self, x: &mut CpuAct, rows: &CpuRows) -> Result<()> {
         match &self.collective {
             Some(collective) => Ok(collective.all_reduce(&mut x.data[..rows.len() * x.width])?),
