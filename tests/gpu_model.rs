@@ -251,8 +251,8 @@ fn exact_numerics_give_the_same_log_probability_bits_under_every_budget() {
     }
 }
 
-/// One text in sixty may part at any margin: where two experts are as good as tied (gaps of 5e-5 occur), rounding chooses one, and what
-/// follows is a step, not a rounding error. On the H200 that is text 11, under the larger trees.
+/// One text in sixty may part at any margin: where two experts are as good as tied, rounding chooses one, and what follows is a step,
+/// not a rounding error. On the H200 text 11 does, under the larger trees.
 #[test]
 fn fast_numerics_differ_between_budgets_only_where_the_choice_is_close() {
     let Some(card) = on_card(Numerics::Fast) else { return };

@@ -4,8 +4,8 @@
 // second: down. Blocks are persistent and have equal shares of all (entry, tile) items, one stretch each. Every warp keeps its own
 // ring of weights filled in the background, across items and entries, so reads of memory never pause. Nothing is summed across
 // entries, and k is cut by the matrix alone: a row's bits do not depend on who else chose its experts.
+#include "experts.cuh"
 #include "norm.cuh"
-#include "routing.cuh"
 
 // Slots of a warp's ring. The first product keeps more of shared memory for L1, where its activations stay.
 constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6, DOWN_DEPTH_FEW = 4;
@@ -24,16 +24,6 @@ struct GateUp {
   int steps;               // k / 128, rounded up
   int slice;               // steps of one warp
   int top_k;
-};
-struct Down {
-  const uint8_t* weights;  // [experts][tiles][steps][1152]
-  const uint16_t* inner;   // [sorted place][k] bf16
-  float* outer;            // [place][16 tiles]
-  void* list;
-  int places;
-  int k;
-  int tiles;
-  int steps;
 };
 // Few rows: down of all choices (up to FEW_PLACES, of eight rows), the shared expert's, and the weighted sum, in one launch. `k` must be a
 // multiple of a step.

@@ -1,6 +1,6 @@
 // Routed experts for many rows of each: the sums of experts.cu in the same order, bit for bit, with a tile of weights unpacked once for
 // up to 64 rows, whose activations all warps of a block read from shared memory.
-#include "routing.cuh"
+#include "experts.cuh"
 
 constexpr int WARPS = 8, UNITS = STEP / UNIT, TILES = 2, ROW_TILES = 8;  // a warp: 2 tiles of 16 weight rows x up to 64 rows
 constexpr int UNIT_BYTES = ROW_TILES * 512;                              // a unit of the rows, in fragments
@@ -19,17 +19,7 @@ struct ManyUp {
   int slice;               // steps of a slice
   int top_k;
 };
-struct ManyDown {
-  const uint8_t* weights;  // [experts][tiles][steps][1152]
-  const uint16_t* inner;   // [sorted place][k] bf16
-  float* outer;            // [place][16 tiles]
-  void* list;
-  int places;
-  int k;
-  int tiles;
-  int steps;
-};
-static_assert(sizeof(ManyUp) == 64 && sizeof(ManyDown) == 48, "mirrored in Rust");
+static_assert(sizeof(ManyUp) == 64 && sizeof(Down) == 48, "mirrored in Rust");
 
 // One 16-byte word of a row into its fragment; zeros beyond k.
 __device__ __forceinline__ void copy_part(uint32_t to, const uint16_t* row, int column, int k) {
@@ -136,7 +126,7 @@ template <int DEPTH> __device__ __forceinline__ void gate_up_many(const ManyUp& 
 }
 
 // grid (parts of an expert's tiles, entries): a warp has TILES tiles at a time, all of k.
-extern "C" __global__ void __launch_bounds__(256, 2) down_many(const __grid_constant__ ManyDown p) {
+extern "C" __global__ void __launch_bounds__(256, 2) down_many(const __grid_constant__ Down p) {
   constexpr int DEPTH = 3, SLOT = TILES * STEP_BYTES;  // shared: the warps' rings, then the rows [unit of k][8 tiles][512]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   wait_for_predecessor();

@@ -30,7 +30,7 @@ template <int WN, int WM, int MT, int NT, int STAGE, bool PAIRS> struct Product 
   __device__ __forceinline__ Product(const Wide& w, const Job& job, int place, uint8_t* shared, uint64_t* bars)
       : p(w.dense), job(job), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), tile(place * TILES), first_row(blockIdx.y * ROWS), precise(PAIRS && job.mode == PRECISE),
         ring(smem_addr(shared)), full(smem_addr(bars)), empty(full + 8 * MAX_STAGES) {
-    const int group = gridDim.x > 1 ? rank_in_cluster() : 0;
+    const int group = gridDim.x > 1 ? cluster_rank() : 0;
     begin = group * SLICES * p.slice, count = min(SLICES * p.slice, p.units - begin);
     stage_bytes = STAGE * (HALVES * 512 + (precise ? 2 : 1) * BLOCKS * PACKED_UNIT);
     stages = min(static_cast<int>(w.ring) / stage_bytes, MAX_STAGES);

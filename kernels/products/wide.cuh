@@ -1,16 +1,13 @@
 // Parts of wide.cu: copies, words in the shared memory of a cluster, and what becomes of a block's sums.
 #pragma once
+#include "cluster.cuh"
 #include "dense.cuh"
 
 constexpr int MAX_STAGES = 16;
 
-__device__ __forceinline__ uint32_t rank_in_cluster() {
-  uint32_t r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 // A place in shared memory as block `owner` of the cluster has it, and a store to one.
 __device__ __forceinline__ uint32_t in_block(uint32_t at, int owner) {

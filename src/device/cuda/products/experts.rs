@@ -71,9 +71,9 @@ struct DownFew {
     top_k: i32,
 }
 
-/// Mirror of `struct Down` in experts.cu.
+/// Mirror of `struct Down` in experts.cuh.
 #[repr(C)]
-struct Down {
+pub(super) struct Down {
     weights: CUdeviceptr,
     inner: CUdeviceptr,
     outer: CUdeviceptr,
@@ -290,7 +290,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn down(&self, experts: &CudaExperts, inner: CUdeviceptr, outer: CUdeviceptr, list: &WorkList) -> Down {
+    pub(super) fn down(&self, experts: &CudaExperts, inner: CUdeviceptr, outer: CUdeviceptr, list: &WorkList) -> Down {
         Down {
             weights: experts.down.device_ptr(&self.gpu.stream).0,
             inner,

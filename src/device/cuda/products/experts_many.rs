@@ -42,19 +42,6 @@ struct ManyUp {
     top_k: i32,
 }
 
-/// Mirror of `struct ManyDown` in experts_many.cu.
-#[repr(C)]
-struct ManyDown {
-    weights: CUdeviceptr,
-    inner: CUdeviceptr,
-    outer: CUdeviceptr,
-    list: CUdeviceptr,
-    places: i32,
-    k: i32,
-    tiles: i32,
-    steps: i32,
-}
-
 /// The kernels of this file.
 pub(super) struct ManyKernels {
     up: CudaFunction,
@@ -120,18 +107,9 @@ impl CudaDevice {
     pub(super) fn experts_down_many(&self, experts: &CudaExperts, inner: CUdeviceptr, outer: CUdeviceptr, list: &WorkList) -> Result<()> {
         let gpu = &self.gpu;
         let steps = experts.inner.div_ceil(STEP);
-        let mut parameters = ManyDown {
-            weights: experts.down.device_ptr(&gpu.stream).0,
-            inner,
-            outer,
-            list: list.at,
-            places: int(list.places),
-            k: int(experts.inner),
-            tiles: int(experts.hidden / 16),
-            steps: int(steps),
-        };
+        let mut parameters = self.down(experts, inner, outer, list);
         let grid = (DOWN_PARTS, list.entries as u32, 1);
-        // SAFETY: `ManyDown` mirrors the kernel's struct; buffers as above.
+        // SAFETY: `Down` mirrors the kernel's struct; buffers as above.
         unsafe { enqueue_struct(gpu, &self.products.many.down, grid, 256, down_bytes(steps), 1, &mut parameters)? };
         Ok(())
     }
@@ -143,7 +121,7 @@ mod tests {
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<ManyUp>(), size_of::<ManyDown>()), (64, 48));
+        assert_eq!(size_of::<ManyUp>(), 64);
     }
 
     #[test]
