@@ -8,134 +8,11 @@
 
 constexpr int RING_BYTES = 8192;  // of a warp
 
-// A lane's activations of a unit of its rows, as they come from memory; zeros where there is no row.
-template <int NT, bool HALF> struct Activations;
-template <int NT> struct Activations<NT, false> {
-  using Unit = float[NT][8];
-  const float* at[NT];
-  bool has[NT];
-  __device__ __forceinline__ Activations(const Dense& p, int first_row, int begin, int g, int t) {
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int row = first_row + nt * 8 + g;
-      has[nt] = row < p.rows;
-      at[nt] = p.x + (has[nt] ? row : 0) * p.x_stride + begin * UNIT + t * 8;
-    }
-  }
-  __device__ __forceinline__ void load(Unit& unit, int u) const {
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt)
-      if (has[nt]) load8(unit[nt], at[nt] + u * UNIT);
-  }
-  // Second terms are made of the first, so a unit with second terms is needed to the end.
-  __device__ __forceinline__ void reload(Unit& unit, int u, bool precise, bool end) const {
-    if (precise == end) load(unit, u);
-  }
-  __device__ __forceinline__ uint4 first(const Unit& unit, int nt) const { return round8(unit[nt]); }
-  __device__ __forceinline__ uint4 second(const Unit& unit, int nt, const uint4& first) const { return rest8(unit[nt], first); }
-};
-template <int NT> struct Activations<NT, true> {
-  struct Unit {
-    uint4 x[NT], rest[NT];
-  };
-  int at[NT];
-  const uint16_t *x, *rest;
-  bool has[NT];
-  __device__ __forceinline__ Activations(const Dense& p, int first_row, int begin, int g, int t) : x(p.half), rest(p.rest) {
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int row = first_row + nt * 8 + g;
-      has[nt] = row < p.rows;
-      at[nt] = (has[nt] ? row : 0) * p.units * UNIT + begin * UNIT + t * 8;
-    }
-  }
-  __device__ __forceinline__ void load(Unit& unit, int u, bool first, bool second) const {
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      if (first && has[nt]) unit.x[nt] = *reinterpret_cast<const uint4*>(x + at[nt] + u * UNIT);
-      if (second && has[nt]) unit.rest[nt] = *reinterpret_cast<const uint4*>(rest + at[nt] + u * UNIT);
-    }
-  }
-  __device__ __forceinline__ void load(Unit& unit, int u) const { load(unit, u, true, rest != nullptr); }
-  __device__ __forceinline__ void reload(Unit& unit, int u, bool precise, bool end) const { load(unit, u, !end, precise && end); }
-  __device__ __forceinline__ uint4 first(const Unit& unit, int nt) const { return unit.x[nt]; }
-  __device__ __forceinline__ uint4 second(const Unit& unit, int nt, const uint4&) const { return unit.rest[nt]; }
-};
-
-// MT tiles of 16 weight rows x NT tiles of 8 activation rows; HALF: bf16 activations. grid (cluster, chunks of 8 NT rows, MT tiles each
-// of the jobs)
-template <int NT, int MT, bool HALF> __device__ __forceinline__ void dense(const Dense& p) {
-  constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES, SUMS = MT * NT;
+// Adds up a block's sums of its slices, and the cluster's groups, in order, and stores them.
+template <int NT, int MT> __device__ __forceinline__ void finish(const Dense& p, const Job& job, float (&d)[MT][NT][4], uint8_t* shared, int tile, int first_row) {
+  constexpr int SUMS = MT * NT;
   static_assert(SUMS <= SLICES, "a warp adds one sum");
-  extern __shared__ uint8_t shared[];  // the warps' rings, then in their place sums [warp][SUMS][32]; sums of the cluster [cluster - 1][SUMS][32]
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
-  const int first_row = blockIdx.y * 8 * NT, first_places = (p.job[0].tiles + MT - 1) / MT;
-  const bool second = static_cast<int>(blockIdx.z) >= first_places;
-  const Job& job = p.job[second];
-  const int tile = (blockIdx.z - (second ? first_places : 0)) * MT;
-  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
-  const uint8_t* at[2 * MT];
-#pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    const int held = min(tile + m, job.tiles - 1);
-    at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
-    at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
-  }
-  const uint32_t ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
-  const auto copy = [&](int unit) {
-#pragma unroll
-    for (int h = 0; h < 2 * MT; ++h) copy16_if(unit < count, ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) {
-    copy(i);
-    copies_end_group();
-  }
-  if (cluster > 1) cluster_arrive();
-  if (HALF) let_successor_start();
-  wait_for_predecessor();
-  if (!HALF) let_successor_start();
-
-  const bool writes = p.rounded && tile == 0 && !second, precise = job.mode == PRECISE;
-  const Activations<NT, HALF> x_of(p, first_row, begin, g, t);
-  // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
-  constexpr int AHEAD = NT == 1 ? 4 : NT == 2 ? 2 : 1;
-  float d[MT][NT][4] = {};
-  typename Activations<NT, HALF>::Unit next[AHEAD] = {};
-#pragma unroll
-  for (int i = 0; i < AHEAD; ++i)
-    if (i < count) x_of.load(next[i], i);
-  for (int base = 0; base < count; base += AHEAD)
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int u = base + i;
-      if (u >= count) break;
-      uint4 x[NT];
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) x[nt] = x_of.first(next[i], nt);
-      if (u + AHEAD < count) x_of.reload(next[i], u + AHEAD, precise, false);
-      copies_wait<DEPTH - 1>();
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        const uint32_t slot = ring + u % DEPTH * UNIT_BYTES + m * 1024;
-        const uint4 low = shared16(slot), high = shared16(slot + 512);
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
-        if (precise)
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x_of.second(next[i], nt, x[nt]));
-      }
-      if (u + AHEAD < count && precise) x_of.reload(next[i], u + AHEAD, precise, true);
-      if (writes)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-          if (first_row + nt * 8 + g < p.rows)
-            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
-      copy(u + DEPTH);
-      copies_end_group();
-    }
-
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
   __syncthreads();
   float4* sums = reinterpret_cast<float4*>(shared);
 #pragma unroll
@@ -171,14 +48,203 @@ template <int NT, int MT, bool HALF> __device__ __forceinline__ void dense(const
   if (warp < SUMS && tile + warp / NT < job.tiles) store(p, job, sum, tile + warp / NT, first_row + warp % NT * 8, lane, p.factors);
 }
 
-#define DENSE(name, nt, mt, half) \
-  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Dense p) { dense<nt, mt, half>(p); }
+// MT tiles of 16 weight rows x NT tiles of 8 activation rows. grid (cluster, chunks of 8 NT rows, MT tiles each of the jobs)
+template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) {
+  constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
+  extern __shared__ uint8_t shared[];  // the warps' rings, then in their place sums [warp][MT * NT][32]; sums of the cluster [cluster - 1][MT * NT][32]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
+  const int first_row = blockIdx.y * 8 * NT, first_places = (p.job[0].tiles + MT - 1) / MT;
+  const bool second = static_cast<int>(blockIdx.z) >= first_places;
+  const Job& job = p.job[second];
+  const int tile = (blockIdx.z - (second ? first_places : 0)) * MT;
+  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
+  const uint8_t* at[2 * MT];
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    const int held = min(tile + m, job.tiles - 1);
+    at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
+    at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
+  }
+  const uint32_t ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
+  const auto copy = [&](int unit) {
+#pragma unroll
+    for (int h = 0; h < 2 * MT; ++h) copy16(ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
+  };
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) {
+    if (i < count) copy(i);
+    copies_end_group();
+  }
+  if (cluster > 1) cluster_arrive();
+  wait_for_predecessor();
+  let_successor_start();
 
-DENSE(dense_8, 1, 1, false)
-DENSE(dense_16, 2, 1, false)
-DENSE(dense_32, 4, 1, false)
-DENSE(dense_32_two, 4, 2, false)
-DENSE(dense_half_8, 1, 1, true)
-DENSE(dense_half_16, 2, 1, true)
-DENSE(dense_half_32, 4, 1, true)
-DENSE(dense_half_32_two, 4, 2, true)
+  const float* x_at[NT];
+  bool has[NT];
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+    const int row = first_row + nt * 8 + g;
+    has[nt] = row < p.rows;
+    x_at[nt] = p.x + (has[nt] ? row : 0) * p.x_stride + begin * UNIT + t * 8;
+  }
+  // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
+  constexpr int AHEAD = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+  float d[MT][NT][4] = {};
+  float next[AHEAD][NT][8] = {};
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i)
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+      if (has[nt] && i < count) load8(next[i][nt], x_at[nt] + i * UNIT);
+  const bool writes = p.rounded && tile == 0 && !second, precise = job.mode == PRECISE;
+  for (int base = 0; base < count; base += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int u = base + i;
+      if (u >= count) break;
+      uint4 x[NT];
+      const auto reload = [&] {
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          if (has[nt] && u + AHEAD < count) load8(next[i][nt], x_at[nt] + (u + AHEAD) * UNIT);
+      };
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) x[nt] = round8(next[i][nt]);
+      if (!precise) reload();
+      copies_wait<DEPTH - 1>();
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        const uint32_t slot = ring + u % DEPTH * UNIT_BYTES + m * 1024;
+        const uint4 low = shared16(slot), high = shared16(slot + 512);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
+        if (precise)
+#pragma unroll
+          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, rest8(next[i][nt], x[nt]));
+      }
+      if (precise) reload();
+      if (writes)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          if (has[nt])
+            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
+      if (u + DEPTH < count) copy(u + DEPTH);
+      copies_end_group();
+    }
+  finish<NT, MT>(p, job, d, shared, tile, first_row);
+}
+
+// A lane's bf16 activations of a unit of its rows, as they come from memory; zeros where there is no row.
+template <int NT> struct Activations {
+  struct Unit {
+    uint4 x[NT], rest[NT];
+  };
+  int at[NT];
+  const uint16_t *x, *rest;
+  bool has[NT];
+  __device__ __forceinline__ Activations(const Dense& p, int first_row, int begin, int g, int t) : x(p.half), rest(p.rest) {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      const int row = first_row + nt * 8 + g;
+      has[nt] = row < p.rows;
+      at[nt] = (has[nt] ? row : 0) * p.units * UNIT + begin * UNIT + t * 8;
+    }
+  }
+  __device__ __forceinline__ void load(Unit& unit, int u, bool first, bool second) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      if (first && has[nt]) unit.x[nt] = *reinterpret_cast<const uint4*>(x + at[nt] + u * UNIT);
+      if (second && has[nt]) unit.rest[nt] = *reinterpret_cast<const uint4*>(rest + at[nt] + u * UNIT);
+    }
+  }
+  __device__ __forceinline__ void load(Unit& unit, int u) const { load(unit, u, true, rest != nullptr); }
+  __device__ __forceinline__ void reload(Unit& unit, int u, bool precise, bool end) const { load(unit, u, !end, precise && end); }
+  __device__ __forceinline__ uint4 first(const Unit& unit, int nt) const { return unit.x[nt]; }
+  __device__ __forceinline__ uint4 second(const Unit& unit, int nt, const uint4&) const { return unit.rest[nt]; }
+};
+
+// The same of bf16 activations, which a launch before this one has left (norm.cu).
+template <int NT, int MT> __device__ __forceinline__ void dense_half(const Dense& p) {
+  constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
+  extern __shared__ uint8_t shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
+  const int first_row = blockIdx.y * 8 * NT, first_places = (p.job[0].tiles + MT - 1) / MT;
+  const bool second = static_cast<int>(blockIdx.z) >= first_places;
+  const Job& job = p.job[second];
+  const int tile = (blockIdx.z - (second ? first_places : 0)) * MT;
+  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
+  const uint8_t* at[2 * MT];
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    const int held = min(tile + m, job.tiles - 1);
+    at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
+    at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
+  }
+  const uint32_t ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
+  const auto copy = [&](int unit) {
+#pragma unroll
+    for (int h = 0; h < 2 * MT; ++h) copy16_if(unit < count, ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
+  };
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) {
+    copy(i);
+    copies_end_group();
+  }
+  if (cluster > 1) cluster_arrive();
+  let_successor_start();
+  wait_for_predecessor();
+
+  const bool writes = p.rounded && tile == 0 && !second, precise = job.mode == PRECISE;
+  const Activations<NT> x_of(p, first_row, begin, g, t);
+  // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
+  constexpr int AHEAD = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+  float d[MT][NT][4] = {};
+  typename Activations<NT>::Unit next[AHEAD] = {};
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i)
+    if (i < count) x_of.load(next[i], i);
+  for (int base = 0; base < count; base += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int u = base + i;
+      if (u >= count) break;
+      uint4 x[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) x[nt] = x_of.first(next[i], nt);
+      if (u + AHEAD < count) x_of.reload(next[i], u + AHEAD, precise, false);
+      copies_wait<DEPTH - 1>();
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        const uint32_t slot = ring + u % DEPTH * UNIT_BYTES + m * 1024;
+        const uint4 low = shared16(slot), high = shared16(slot + 512);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
+        if (precise)
+#pragma unroll
+          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x_of.second(next[i], nt, x[nt]));
+      }
+      if (u + AHEAD < count && precise) x_of.reload(next[i], u + AHEAD, precise, true);
+      if (writes)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          if (first_row + nt * 8 + g < p.rows)
+            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
+      copy(u + DEPTH);
+      copies_end_group();
+    }
+  finish<NT, MT>(p, job, d, shared, tile, first_row);
+}
+
+#define DENSE(name, body, nt, mt) \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Dense p) { body<nt, mt>(p); }
+
+DENSE(dense_8, dense, 1, 1)
+DENSE(dense_16, dense, 2, 1)
+DENSE(dense_32, dense, 4, 1)
+DENSE(dense_32_two, dense, 4, 2)
+DENSE(dense_half_8, dense_half, 1, 1)
+DENSE(dense_half_16, dense_half, 2, 1)
+DENSE(dense_half_32, dense_half, 4, 1)
+DENSE(dense_half_32_two, dense_half, 4, 2)
