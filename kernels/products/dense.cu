@@ -135,37 +135,30 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
   finish<NT, MT>(p, job, d, shared, tile, first_row);
 }
 
-// A lane's bf16 activations of a unit of its rows, as they come from memory; zeros where there is no row.
-template <int NT> struct Activations {
+// A lane's bf16 activations of its rows; where there is no row, the last row: its product is never stored. PAIRS: with second terms.
+template <int NT, bool PAIRS> struct Activations {
   struct Unit {
-    uint4 x[NT], rest[NT];
+    uint4 x[NT], rest[PAIRS ? NT : 1];
   };
   int at[NT];
   const uint16_t *x, *rest;
-  bool has[NT];
   __device__ __forceinline__ Activations(const Dense& p, int first_row, int begin, int g, int t) : x(p.half), rest(p.rest) {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int row = first_row + nt * 8 + g;
-      has[nt] = row < p.rows;
-      at[nt] = (has[nt] ? row : 0) * p.units * UNIT + begin * UNIT + t * 8;
-    }
+    for (int nt = 0; nt < NT; ++nt) at[nt] = min(first_row + nt * 8 + g, p.rows - 1) * p.units * UNIT + begin * UNIT + t * 8;
   }
-  __device__ __forceinline__ void load(Unit& unit, int u, bool first, bool second) const {
+  __device__ __forceinline__ void load(Unit& unit, int u) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      if (first && has[nt]) unit.x[nt] = *reinterpret_cast<const uint4*>(x + at[nt] + u * UNIT);
-      if (second && has[nt]) unit.rest[nt] = *reinterpret_cast<const uint4*>(rest + at[nt] + u * UNIT);
-    }
+    for (int nt = 0; nt < NT; ++nt) unit.x[nt] = *reinterpret_cast<const uint4*>(x + at[nt] + u * UNIT);
   }
-  __device__ __forceinline__ void load(Unit& unit, int u) const { load(unit, u, true, rest != nullptr); }
-  __device__ __forceinline__ void reload(Unit& unit, int u, bool precise, bool end) const { load(unit, u, !end, precise && end); }
-  __device__ __forceinline__ uint4 first(const Unit& unit, int nt) const { return unit.x[nt]; }
-  __device__ __forceinline__ uint4 second(const Unit& unit, int nt, const uint4&) const { return unit.rest[nt]; }
+  __device__ __forceinline__ void load_rest(Unit& unit, int u) const {
+    if (PAIRS)
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) unit.rest[nt] = *reinterpret_cast<const uint4*>(rest + at[nt] + u * UNIT);
+  }
 };
 
 // The same of bf16 activations, which a launch before this one has left (norm.cu).
-template <int NT, int MT> __device__ __forceinline__ void dense_half(const Dense& p) {
+template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half(const Dense& p) {
   constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
   extern __shared__ uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -196,15 +189,18 @@ template <int NT, int MT> __device__ __forceinline__ void dense_half(const Dense
   let_successor_start();
   wait_for_predecessor();
 
-  const bool writes = p.rounded && tile == 0 && !second, precise = job.mode == PRECISE;
-  const Activations<NT> x_of(p, first_row, begin, g, t);
+  const bool precise = PAIRS && job.mode == PRECISE;
+  const Activations<NT, PAIRS> x_of(p, first_row, begin, g, t);
   // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
-  constexpr int AHEAD = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+  constexpr int AHEAD = (PAIRS ? 4 : 8) / NT;
   float d[MT][NT][4] = {};
-  typename Activations<NT>::Unit next[AHEAD] = {};
+  typename Activations<NT, PAIRS>::Unit next[AHEAD] = {};
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i)
-    if (i < count) x_of.load(next[i], i);
+    if (i < count) {
+      x_of.load(next[i], i);
+      if (precise) x_of.load_rest(next[i], i);
+    }
   for (int base = 0; base < count; base += AHEAD)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -212,8 +208,8 @@ template <int NT, int MT> __device__ __forceinline__ void dense_half(const Dense
       if (u >= count) break;
       uint4 x[NT];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) x[nt] = x_of.first(next[i], nt);
-      if (u + AHEAD < count) x_of.reload(next[i], u + AHEAD, precise, false);
+      for (int nt = 0; nt < NT; ++nt) x[nt] = next[i].x[nt];
+      if (u + AHEAD < count) x_of.load(next[i], u + AHEAD);
       copies_wait<DEPTH - 1>();
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
@@ -223,28 +219,33 @@ template <int NT, int MT> __device__ __forceinline__ void dense_half(const Dense
         for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
         if (precise)
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x_of.second(next[i], nt, x[nt]));
+          for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, next[i].rest[nt]);
       }
-      if (u + AHEAD < count && precise) x_of.reload(next[i], u + AHEAD, precise, true);
-      if (writes)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-          if (first_row + nt * 8 + g < p.rows)
-            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
+      if (precise && u + AHEAD < count) x_of.load_rest(next[i], u + AHEAD);
       copy(u + DEPTH);
       copies_end_group();
     }
   finish<NT, MT>(p, job, d, shared, tile, first_row);
 }
 
-#define DENSE(name, body, nt, mt) \
-  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Dense p) { body<nt, mt>(p); }
+#define DENSE(name, ...) \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Dense p) { __VA_ARGS__(p); }
 
-DENSE(dense_8, dense, 1, 1)
-DENSE(dense_16, dense, 2, 1)
-DENSE(dense_32, dense, 4, 1)
-DENSE(dense_32_two, dense, 4, 2)
-DENSE(dense_half_8, dense_half, 1, 1)
-DENSE(dense_half_16, dense_half, 2, 1)
-DENSE(dense_half_32, dense_half, 4, 1)
-DENSE(dense_half_32_two, dense_half, 4, 2)
+DENSE(dense_8, dense<1, 1>)
+DENSE(dense_16, dense<2, 1>)
+DENSE(dense_32, dense<4, 1>)
+DENSE(dense_8_two, dense<1, 2>)
+DENSE(dense_16_two, dense<2, 2>)
+DENSE(dense_32_two, dense<4, 2>)
+DENSE(dense_half_8, dense_half<1, 1, false>)
+DENSE(dense_half_16, dense_half<2, 1, false>)
+DENSE(dense_half_32, dense_half<4, 1, false>)
+DENSE(dense_half_8_two, dense_half<1, 2, false>)
+DENSE(dense_half_16_two, dense_half<2, 2, false>)
+DENSE(dense_half_32_two, dense_half<4, 2, false>)
+DENSE(dense_pairs_8, dense_half<1, 1, true>)
+DENSE(dense_pairs_16, dense_half<2, 1, true>)
+DENSE(dense_pairs_32, dense_half<4, 1, true>)
+DENSE(dense_pairs_8_two, dense_half<1, 2, true>)
+DENSE(dense_pairs_16_two, dense_half<2, 2, true>)
+DENSE(dense_pairs_32_two, dense_half<4, 2, true>)

@@ -8,26 +8,11 @@
 #include "norm.cuh"
 
 // Slots of a warp's ring. The first product keeps more of shared memory for L1, where its activations stay.
-constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6, DOWN_DEPTH_FEW = 4;
-constexpr int FEW_PLACES = 64;  // of down_few
+constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6;
 
-// Mirrored in src/device/cuda/products/experts.rs.
-struct GateUp {
-  const uint8_t* weights;  // [experts][tiles][steps][1152], a tile = 8 gate rows and their 8 up rows
-  const uint16_t* x;       // [row][k] bf16
-  uint16_t* inner;         // [sorted place][8 tiles] bf16
-  void* list;
-  const float* factors;    // [row] what sums are multiplied by, or null
-  int places;
-  int k;
-  int tiles;               // of 16 rows, per expert
-  int steps;               // k / 128, rounded up
-  int slice;               // steps of one warp
-  int top_k;
-};
-// Few rows: down of all choices (up to FEW_PLACES, of eight rows), the shared expert's, and the weighted sum, in one launch. `k` must be a
-// multiple of a step.
-struct DownFew {
+// Up to 32 rows: down of all choices (up to eight a row, in entries of up to eight rows), the shared expert's, and the weighted sum, in
+// one launch. `k` must be a multiple of two steps.
+struct DownSum {
   Down down;               // `outer` unused
   const uint8_t* shared;   // the shared expert's matrix in half tiles, [16 tiles][32 units]
   const float* x;          // its input [rows][32 units]
@@ -37,7 +22,7 @@ struct DownFew {
   int units, slice;        // of the shared expert's k, and of one warp
   int rows, top_k;
 };
-static_assert(sizeof(GateUp) == 64 && sizeof(Down) == 48 && sizeof(DownFew) == 104, "mirrored in Rust");
+static_assert(sizeof(Down) == 48 && sizeof(DownSum) == 104, "mirrored in Rust");
 
 // The tiles of a stretch of (entry, tile) items, `STRIDE` items apart; `steps` steps of each, read in the background.
 template <int STRIDE> struct Stream {
@@ -111,24 +96,39 @@ template <int NT> __device__ __forceinline__ void step_product(float (&d)[NT][4]
   }
 }
 
-template <int NT> __device__ __forceinline__ void gate_up(const GateUp& p) {
+// BUILT: the block makes the list by itself.
+template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const GateUp& p) {
   constexpr bool AHEAD = NT < 4;  // activations are loaded while the next weights are waited for
   extern __shared__ uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
   const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
+  float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
+  Building& building = *reinterpret_cast<Building*>(sums);
+  if (BUILT) {
+    start_building(building);
+    __syncthreads();
+  }
   wait_for_predecessor();
   let_successor_start();
-  const Lists lists(p.list, p.places);
+  Lists lists(p.list, p.places);
+  uint32_t entries;
+  if (BUILT) {
+    __shared__ Entry entry_of[BUILT_PLACES];
+    __shared__ int order[BUILT_PLACES];
+    lists.entry = entry_of, lists.order = order;
+    entries = build_list(building, lists.ids, p.rows, p.top_k, order, [&](int at, int expert, int first, int count) { entry_of[at] = {expert, first, count, 0}; });
+  } else {
+    entries = *lists.entries;
+  }
   const bool whole = p.k % STEP == 0;
-  const uint32_t items = *lists.entries * p.tiles;
+  const uint32_t items = entries * p.tiles;
   const int first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
   Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first,
                    count > 0 ? end - first : 0, count);
 #pragma unroll
   for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
 
-  float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
   Rows<NT> rows;
   Entry entry;
   float factor[NT][2];
@@ -243,22 +243,25 @@ template <int NT> __device__ __forceinline__ void down(const Down& p) {
   }
 }
 
-// A block has one tile of 16 output columns: a warp takes every eighth entry, and its slice of the shared expert's k. What the choices
-// give meets in shared memory and is added up as in dense.cuh. grid (tiles)
-__device__ __forceinline__ void down_few(const DownFew& all) {
-  constexpr int DEPTH = DOWN_DEPTH_FEW;
-  extern __shared__ uint8_t shared[];  // the warps' rings; the shared expert's words [warp][slice][1024], the warp's sums in its first; outputs [place][16]
-  __shared__ Entry entry_of[FEW_PLACES];
-  __shared__ int order[FEW_PLACES], ids[FEW_PLACES];
-  __shared__ float weights[FEW_PLACES];
+// A block has one tile of 16 output columns: a warp takes every eighth entry, and its slice of the shared expert's k, for up to 8 NT rows.
+// What the choices give meets in shared memory and is added up as in dense.cuh. Weights come two steps at a time. grid (tiles)
+template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
+  constexpr int PLACES = 64 * NT, OUTPUTS = (8 * NT * 16 + 255) / 256;  // of the list; of a thread
+  constexpr int PAIR_BYTES = 2 * STEP_BYTES;
+  // The warps' rings of two pairs; the shared expert's words [warp][slice][1024], in their place sums [warp][NT][32], then outputs [place][16].
+  extern __shared__ uint8_t shared[];
+  __shared__ uint32_t entry_of[PLACES];  // expert, first << 10, count << 20
+  __shared__ float weights[PLACES];
+  __shared__ uint16_t order[PLACES];
+  __shared__ bool chosen[PLACES];
   const Down& p = all.down;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, tile = blockIdx.x;
-  const uint32_t ring = smem_addr(shared) + warp * DEPTH * STEP_BYTES;
-  uint8_t* words = shared + WARPS * DEPTH * STEP_BYTES;
-  float* outputs = reinterpret_cast<float*>(words + WARPS * all.slice * 1024);
+  const uint32_t ring = smem_addr(shared) + warp * 2 * PAIR_BYTES;
+  uint8_t* words = shared + WARPS * 2 * PAIR_BYTES;
   const int begin = warp * all.slice, count = max(0, min(all.slice, all.units - begin));
   const uint8_t* low = all.shared + (static_cast<int64_t>(2 * tile) * all.units + begin) * 512 + lane * 16;
-  const uint32_t mine = smem_addr(words) + warp * all.slice * 1024 + lane * 16;
+  const int held = max(all.slice * 1024, NT * 512);  // bytes of a warp
+  const uint32_t mine = smem_addr(words) + warp * held + lane * 16;
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
     copy16(mine + u * 1024, low + u * 512);
@@ -266,91 +269,126 @@ __device__ __forceinline__ void down_few(const DownFew& all) {
   }
   copies_end_group();
 
-  // The list and the shared expert's input were ready before the predecessor (gate and up) began.
+  // The choices and the shared expert's input were ready before the predecessor (gate and up) began.
   const Lists lists(p.list, p.places);
-  if (threadIdx.x < FEW_PLACES) {
-    const int i = threadIdx.x;
-    entry_of[i] = lists.entry[i], order[i] = lists.order[i], ids[i] = lists.ids[i], weights[i] = lists.weights[i];
-  }
-  const int entries = *lists.entries;
+  Building& building = *reinterpret_cast<Building*>(shared);
+  start_building(building);
   __syncthreads();
-  int next = warp, next_step = 0;
-  const auto enqueue = [&](int slot) {
+  const int entries = build_list(building, lists.ids, all.rows, all.top_k, order,
+                                 [&](int at, int expert, int first, int count) { entry_of[at] = expert | first << 10 | count << 20; });
+  const int pairs = p.steps / 2;
+  const int64_t expert_bytes = static_cast<int64_t>(p.tiles) * p.steps * STEP_BYTES;
+  const uint8_t* from = p.weights + static_cast<int64_t>(tile) * p.steps * STEP_BYTES + lane * 16;
+  int next = warp, next_pair = 0;
+  const auto enqueue = [&](uint32_t slot) {
     if (next < entries) {
-      const uint32_t step = (entry_of[next].expert * p.tiles + tile) * p.steps + next_step;
-      copy_step(ring + slot * STEP_BYTES, p.weights + step * static_cast<int64_t>(STEP_BYTES), lane);
-      if (++next_step == p.steps) next_step = 0, next += WARPS;
+      const uint8_t* at = from + (entry_of[next] & 1023) * expert_bytes + next_pair * PAIR_BYTES;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) copy16(slot + lane * 16 + i * 512, at + i * 512);
+      copy16_if(lane < 16, slot + lane * 16 + 2048, at + 2048);
+      if (++next_pair == pairs) next_pair = 0, next += WARPS;
     }
     copies_end_group();
   };
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) enqueue(i);
-  copies_wait<DEPTH - 1>();
+  enqueue(ring);
+  enqueue(ring + PAIR_BYTES);
+  if (threadIdx.x < PLACES) {
+    const int place = min(static_cast<int>(threadIdx.x), all.rows * all.top_k - 1);
+    weights[threadIdx.x] = lists.weights[place], chosen[threadIdx.x] = lists.ids[place] >= 0;
+  }
+  copies_wait<2>();
   {
-    float sum[4] = {};
-    const float* x_at = all.x + min(g, all.rows - 1) * all.x_stride + begin * UNIT + t * 8;
+    float sum[NT][4] = {};
+    const float* x_at = all.x + begin * UNIT + t * 8;
 #pragma unroll 1
     for (int u = 0; u < count; ++u) {
-      float x[8];
-      load8(x, x_at + u * UNIT);
-      multiply(sum, shared16(mine + u * 1024), shared16(mine + u * 1024 + 512), round8(x));
+      float x[NT][8];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) load8(x[nt], x_at + min(nt * 8 + g, all.rows - 1) * all.x_stride + u * UNIT);
+      const uint4 low_word = shared16(mine + u * 1024), high_word = shared16(mine + u * 1024 + 512);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) multiply(sum[nt], low_word, high_word, round8(x[nt]));
     }
     __syncwarp();
-    store_16(mine, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+      store_16(mine + nt * 512, {__float_as_uint(sum[nt][0]), __float_as_uint(sum[nt][1]), __float_as_uint(sum[nt][2]), __float_as_uint(sum[nt][3])});
   }
+  __syncthreads();
+  float total[OUTPUTS];  // of row threadIdx.x / 16 + 16 i, column threadIdx.x % 16
+  const int n = threadIdx.x % 16;
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int row = threadIdx.x / 16 + 16 * i;
+    if (row >= all.rows) break;
+    const float* at = reinterpret_cast<const float*>(words + row / 8 * 512) + (n % 8 * 4 + row % 8 / 2) * 4 + n / 8 * 2 + row % 2;
+    total[i] = at[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) total[i] += at[w * (held / 4)];
+  }
+  __syncthreads();
+  float* outputs = reinterpret_cast<float*>(words);
   wait_for_predecessor();
   let_successor_start();
 
-  int slot = 0;
+  uint32_t slot = ring;
+#pragma unroll 1
   for (int e = warp; e < entries; e += WARPS) {
-    const Entry entry = entry_of[e];
-    const Rows<1> rows = {{p.inner + static_cast<int64_t>(entry.first + (g < entry.count ? g : 0)) * p.k + t * 8}};
+    const uint32_t entry = entry_of[e];
+    const int first = entry >> 10 & 1023, rows_of = entry >> 20;
+    Rows<1> rows = {{p.inner + static_cast<int64_t>(first + (g < rows_of ? g : 0)) * p.k + t * 8}};
     float d[1][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) {
+    for (int pair = 0; pair < pairs; ++pair) {
       uint4 x[1][UNITS];
-      rows.load(x, step * STEP, p.k, true);
-      copies_wait<DEPTH - 2>();
+      rows.load(x, 0, p.k, true);
+      copies_wait<1>();
       __syncwarp();
-      const Step s = read_step(ring + slot * STEP_BYTES, lane);
-      enqueue(slot ? slot - 1 : DEPTH - 1);
-      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+      step_product<1>(d, read_step(slot, lane), x);
+      rows.load(x, STEP, p.k, true);
+      const Step s = read_step(slot + STEP_BYTES, lane);
+      __syncwarp();
+      enqueue(slot);
       step_product<1>(d, s, x);
+      slot = slot == ring ? ring + PAIR_BYTES : ring;
+      rows.at[0] += 2 * STEP;
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = 2 * t + c;
-      if (row >= entry.count) continue;
-      float* to = outputs + order[entry.first + row] * 16 + g;
+      if (row >= rows_of) continue;
+      float* to = outputs + order[first + row] * 16 + g;
       to[0] = d[0][c] * SCALED, to[8] = d[0][2 + c] * SCALED;
     }
   }
   __syncthreads();
-  const int row = threadIdx.x / 16, n = threadIdx.x % 16;
-  if (row >= all.rows) return;
-  const float* at = reinterpret_cast<const float*>(words) + (n % 8 * 4 + row / 2) * 4 + n / 8 * 2 + row % 2;
   const int top_k = all.top_k;
-  float total = at[0];
 #pragma unroll
-  for (int w = 1; w < WARPS; ++w) total += at[w * all.slice * 256];
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int row = threadIdx.x / 16 + 16 * i;
+    if (row >= all.rows) break;
 #pragma unroll 8
-  for (int i = 0; i < top_k; ++i) {
-    const int place = row * top_k + i;
-    if (ids[place] >= 0) total = fmaf(weights[place], outputs[place * 16 + n], total);
+    for (int j = 0; j < top_k; ++j) {
+      const int place = row * top_k + j;
+      if (chosen[place]) total[i] = fmaf(weights[place], outputs[place * 16 + n], total[i]);
+    }
+    all.out[row * all.out_stride + tile * 16 + n] = total[i];
   }
-  all.out[row * all.out_stride + tile * 16 + n] = total;
 }
 
 // Blocks that should fit a multiprocessor: all of them at once where shared memory allows it; sm_120 has room for one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define DOWN_FEW 1
+#define DOWN_SUM 1
 #else
-#define DOWN_FEW 4
+#define DOWN_SUM 4
 #endif
-extern "C" __global__ void __launch_bounds__(256, DOWN_FEW) down_few_rows(const __grid_constant__ DownFew p) { down_few(p); }
-extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2>(p); }
-extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4>(p); }
+extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_8(const __grid_constant__ DownSum p) { down_sum<1>(p); }
+extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_16(const __grid_constant__ DownSum p) { down_sum<2>(p); }
+extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_32(const __grid_constant__ DownSum p) { down_sum<4>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1, false>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_built(const __grid_constant__ GateUp p) { gate_up<1, true>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2, false>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4, false>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_16(const __grid_constant__ Down p) { down<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) down_32(const __grid_constant__ Down p) { down<4>(p); }

@@ -5,22 +5,6 @@
 constexpr int WARPS = 8, UNITS = STEP / UNIT, TILES = 2, ROW_TILES = 8;  // a warp: 2 tiles of 16 weight rows x up to 64 rows
 constexpr int UNIT_BYTES = ROW_TILES * 512;                              // a unit of the rows, in fragments
 
-// Mirrored in src/device/cuda/products/experts_many.rs.
-struct ManyUp {
-  const uint8_t* weights;  // [experts][tiles][steps][1152], a tile = 8 gate rows and their 8 up rows
-  const uint16_t* x;       // [row][k] bf16
-  const float* factors;    // [row] what sums are multiplied by, or null
-  uint16_t* inner;         // [sorted place][8 tiles] bf16
-  void* list;
-  int places;
-  int k;
-  int tiles;               // of 16 rows, per expert
-  int steps;               // k / 128, rounded up
-  int slice;               // steps of a slice
-  int top_k;
-};
-static_assert(sizeof(ManyUp) == 64 && sizeof(Down) == 48, "mirrored in Rust");
-
 // One 16-byte word of a row into its fragment; zeros beyond k.
 __device__ __forceinline__ void copy_part(uint32_t to, const uint16_t* row, int column, int k) {
   if (column < k) copy16(to, row + column);
@@ -60,7 +44,7 @@ __device__ __forceinline__ void step_products_of(int row_tiles, float (&d)[TILES
 extern __shared__ __align__(128) uint8_t shared[];
 
 // grid (tiles / 16 rounded up, entries). A stage: a step of the block's 16 tiles, and of the rows.
-template <int DEPTH> __device__ __forceinline__ void gate_up_many(const ManyUp& p) {
+template <int DEPTH> __device__ __forceinline__ void gate_up_many(const GateUp& p) {
   constexpr int STAGE_BYTES = WARPS * TILES * STEP_BYTES + UNITS * UNIT_BYTES;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   wait_for_predecessor();
@@ -183,5 +167,5 @@ extern "C" __global__ void __launch_bounds__(256, 2) down_many(const __grid_cons
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) gate_up_many_2(const __grid_constant__ ManyUp p) { gate_up_many<2>(p); }
-extern "C" __global__ void __launch_bounds__(256, 1) gate_up_many_5(const __grid_constant__ ManyUp p) { gate_up_many<5>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) gate_up_many_2(const __grid_constant__ GateUp p) { gate_up_many<2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) gate_up_many_5(const __grid_constant__ GateUp p) { gate_up_many<5>(p); }

@@ -4,7 +4,7 @@
 #include "../common/rows.cuh"
 #include "routing.cuh"
 
-constexpr int MAX_EXPERTS = 512, MAX_TOP = 32, WARPS = MAX_EXPERTS / 32;
+constexpr int MAX_TOP = 32, WARPS = MAX_EXPERTS / 32, SHORT_TOP = 8;
 
 // Mirrored in src/device/cuda/products/routing.rs.
 struct Routing {
@@ -20,8 +20,10 @@ struct Routing {
   float scaling;
   int uniform;         // benches: choose by the hash of (layer, row) instead of the gates
   int layer;
+  int built;           // whoever needs the list builds it
+  int unused;
 };
-static_assert(sizeof(Routing) == 72, "mirrored in Rust");
+static_assert(sizeof(Routing) == 80, "mirrored in Rust");
 
 __device__ __forceinline__ uint32_t hash(uint32_t x) {
   x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
@@ -50,18 +52,47 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
       key = 0;
     }
   }
+  if (p.top_k <= SHORT_TOP && lane < SHORT_TOP - p.top_k) best_keys[warp][p.top_k + lane] = 0;
   __syncthreads();
-  if (warp > 0) return;
-  int at = 0, id = -1;  // lane w < WARPS: place in the list of warp w; then the choice `lane`
+  int id = -1;  // lane i of warp 0: choice i
   float chosen = 0;
-  uint32_t head = lane < WARPS ? best_keys[lane][0] : 0;
-  for (int i = 0; i < p.top_k; ++i) {
-    const uint32_t top = __reduce_max_sync(~0u, head);
-    if (top == 0) break;
-    // Lists ascend in ids: the first lane with the largest key has the lowest id.
-    const int winner = __ffs(__ballot_sync(~0u, head == top)) - 1, place = __shfl_sync(~0u, at, winner);
-    if (lane == i) id = best_ids[winner][place], chosen = best_scores[winner][place];
-    if (lane == winner) ++at, head = at < p.top_k ? best_keys[lane][at] : 0;
+  if (p.top_k <= SHORT_TOP) {
+    // Four threads a candidate count how many are better: lists ascend in ids, so of equal keys the earlier one is.
+    __shared__ int chosen_ids[SHORT_TOP];
+    __shared__ float chosen_scores[SHORT_TOP];
+    static_assert(WARPS * SHORT_TOP * 4 == MAX_EXPERTS, "a thread for each quarter");
+    const int mine = e / 4, list = mine / SHORT_TOP, quarter = e % 4;
+    if (e < SHORT_TOP) chosen_ids[e] = -1, chosen_scores[e] = 0;
+    __syncthreads();
+    const uint32_t own = best_keys[list][mine % SHORT_TOP];
+    int better = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS / 4; ++w)
+#pragma unroll
+      for (int i = 0; i < SHORT_TOP; ++i) {
+        const int other = (quarter * (WARPS / 4) + w) * SHORT_TOP + i;
+        const uint32_t k = best_keys[quarter * (WARPS / 4) + w][i];
+        better += k > own || (k == own && other < mine);
+      }
+    better += __shfl_xor_sync(~0u, better, 1);
+    better += __shfl_xor_sync(~0u, better, 2);
+    if (quarter == 0 && own != 0 && better < p.top_k)
+      chosen_ids[better] = best_ids[list][mine % SHORT_TOP], chosen_scores[better] = best_scores[list][mine % SHORT_TOP];
+    __syncthreads();
+    if (warp > 0) return;
+    if (lane < p.top_k) id = chosen_ids[lane], chosen = chosen_scores[lane];
+  } else {
+    if (warp > 0) return;
+    int at = 0;  // lane w < WARPS: place in the list of warp w
+    uint32_t head = lane < WARPS ? best_keys[lane][0] : 0;
+    for (int i = 0; i < p.top_k; ++i) {
+      const uint32_t top = __reduce_max_sync(~0u, head);
+      if (top == 0) break;
+      // Lists ascend in ids: the first lane with the largest key has the lowest id.
+      const int winner = __ffs(__ballot_sync(~0u, head == top)) - 1, place = __shfl_sync(~0u, at, winner);
+      if (lane == i) id = best_ids[winner][place], chosen = best_scores[winner][place];
+      if (lane == winner) ++at, head = at < p.top_k ? best_keys[lane][at] : 0;
+    }
   }
   // The sum in the order of the choice.
   float sum = 0;
@@ -169,13 +200,15 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
   }
 }
 
-// A block a row; the last to finish makes the list.
+// A block a row; the last to finish makes the list, if nobody else does.
 extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_constant__ Routing p) {
   __shared__ uint32_t turn;
   let_successor_start();
   wait_for_predecessor();
   const Lists lists(p.list, p.places);
   if (blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x);
+  else if (threadIdx.x < p.top_k) lists.ids[blockIdx.x * p.top_k + threadIdx.x] = -1;
+  if (p.built) return;
   if (p.rows == 1) {
     if (threadIdx.x == 0 && p.counts[0] == 0) *lists.entries = 0;
     return;

@@ -48,6 +48,9 @@ pub struct Args {
     /// Prompt lengths whose prefill is timed
     #[arg(long, value_delimiter = ',', default_value = "8192,131072")]
     prompts: Vec<usize>,
+    /// Try the fatbins in this folder instead of those in the binary (a run that is no evidence).
+    #[arg(long, value_name = "FOLDER")]
+    fatbins: Option<PathBuf>,
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -63,7 +66,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(args.batch.iter().all(|batch| (1..=128).contains(batch)), "--batch: found {:?}, wanted 1 to 128 each", args.batch);
     anyhow::ensure!(args.repeats > 2, "--repeats: found {}, wanted at least 3", args.repeats);
     let setup = Setup::kimi(args.tp, args.layers)?;
-    let gpu = Gpu::open(args.card).context("kdtree bench rank needs a card")?;
+    let mut gpu = Gpu::open(args.card).context("kdtree bench rank needs a card")?;
+    if let Some(folder) = &args.fatbins {
+        gpu.try_fatbins(folder);
+    }
     let grid = Grid {
         draft_rows: args.rows.clone(),
         batches: args.batch.clone(),

@@ -10,7 +10,7 @@ use super::super::error::During;
 use super::super::gpu::Gpu;
 use super::super::scratch::Use;
 use super::linear::cut;
-use super::routing::WorkList;
+use super::routing::{WorkList, rows_per_entry};
 use super::{Products, enqueue_struct, experts_many, int};
 use crate::device::host::HostExpert;
 use crate::device::{DeviceError, Result};
@@ -27,9 +27,9 @@ pub(super) const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
 const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
 const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
-/// The same of the second product for few rows, and how many choices it takes.
-const DOWN_RINGS_FEW: usize = WARPS * 4 * STEP_BYTES;
-pub(super) const FEW_PLACES: usize = 64;
+/// The same of the second product where it sums up by itself, and the rows that its kernels take, with eight choices each.
+const SUM_RINGS: usize = WARPS * 4 * STEP_BYTES;
+const SUMMING: [usize; 3] = [8, 16, 32];
 
 /// Routed experts of one layer. Gate and up rows are interleaved 8 by 8 in tiles of 16 rows.
 pub struct CudaExperts {
@@ -40,25 +40,27 @@ pub struct CudaExperts {
     pub hidden: usize,
 }
 
-/// Mirror of `struct GateUp` in experts.cu.
+/// Mirror of `struct GateUp` in experts.cuh.
 #[repr(C)]
-struct GateUp {
+pub(super) struct GateUp {
     weights: CUdeviceptr,
     x: CUdeviceptr,
+    factors: CUdeviceptr,
     inner: CUdeviceptr,
     list: CUdeviceptr,
-    factors: CUdeviceptr,
     places: i32,
     k: i32,
     tiles: i32,
     steps: i32,
     slice: i32,
     top_k: i32,
+    rows: i32,
+    unused: i32,
 }
 
-/// Mirror of `struct DownFew` in experts.cu.
+/// Mirror of `struct DownSum` in experts.cu.
 #[repr(C)]
-struct DownFew {
+struct DownSum {
     down: Down,
     shared: CUdeviceptr,
     x: CUdeviceptr,
@@ -128,11 +130,6 @@ impl CudaExperts {
 
     pub fn bytes(&self) -> usize {
         self.experts * self.bytes_per_expert()
-    }
-
-    /// Whether the second product's k needs no padding.
-    pub(super) fn whole_steps(&self) -> bool {
-        self.inner.is_multiple_of(STEP)
     }
 
     /// Gate, up and down of one expert as the kernels unpack them, row-major: for tests.
@@ -231,36 +228,28 @@ impl CudaDevice {
         top_k: usize,
     ) -> Result<CUdeviceptr> {
         let gpu = &self.gpu;
-        let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
+        let tiles = experts.inner / 8;
         let inner = self.scratch.borrow_mut().get(gpu, Use::Inner, list.places * experts.inner * size_of::<bf16>())?;
         if list.rows_per_entry == experts_many::ROWS {
             self.experts_up_many(experts, [x, factors], inner, list, top_k)?;
             return Ok(inner);
         }
-        let mut parameters = GateUp {
-            weights: experts.gate_up.device_ptr(&gpu.stream).0,
-            x,
-            inner,
-            list: list.at,
-            factors,
-            places: int(list.places),
-            k: int(experts.hidden),
-            tiles: int(tiles),
-            steps: int(steps),
-            slice: int(steps.div_ceil(WARPS)),
-            top_k: int(top_k),
-        };
+        let mut parameters = self.gate_up(experts, [x, factors], inner, list, top_k);
         let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles) as u32);
         let shared = UP_RINGS + 2 * WARPS * (list.rows_per_entry / 8) * 512;
-        let kernel = &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3];
+        let kernel = match list.built && list.rows > 1 {
+            true => &self.products.gate_up_built,
+            false => &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3],
+        };
         // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every place the list can have.
         unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, 1, &mut parameters)? };
         Ok(inner)
     }
 
-    /// The weighted outputs of the choices on top of the shared expert's, a matrix and its input, into `out`: the second step of few rows.
+    /// The weighted outputs of the choices on top of the shared expert's, a matrix and its input, into `out`: the second step where
+    /// [`sums_by_itself`] says so.
     /// Must follow [`Self::experts_up`] directly.
-    pub(super) fn experts_down_few(
+    pub(super) fn experts_down_sum(
         &self,
         experts: &CudaExperts,
         inner: CUdeviceptr,
@@ -272,7 +261,7 @@ impl CudaDevice {
         let gpu = &self.gpu;
         let (tiles, units) = (experts.hidden / 16, shared.k / 32);
         let (_, slice) = cut(tiles, units);
-        let mut few = DownFew {
+        let mut sum = DownSum {
             down: self.down(experts, inner, 0, list),
             shared: shared.at(gpu),
             x: x.at,
@@ -284,10 +273,38 @@ impl CudaDevice {
             rows: int(list.rows),
             top_k: int(top_k),
         };
-        let bytes = DOWN_RINGS_FEW + WARPS * slice * 1024 + list.places * 16 * size_of::<f32>();
-        // SAFETY: `DownFew` mirrors the kernel's struct; `out` has a row for every row of the bound.
-        unsafe { enqueue_struct(gpu, &self.products.down_few, (tiles as u32, 1, 1), 256, bytes, 1, &mut few)? };
+        let kernel = summing_kernel(list.rows, top_k).ok_or_else(|| DeviceError(format!("{} rows: too many to sum", list.rows)))?;
+        let words = WARPS * (slice * 1024).max(SUMMING[kernel] / 8 * 512);
+        let bytes = SUM_RINGS + words.max(list.places * 16 * size_of::<f32>());
+        // SAFETY: `DownSum` mirrors the kernel's struct; `out` has a row for every row of the bound.
+        unsafe { enqueue_struct(gpu, &self.products.down_sum[kernel], (tiles as u32, 1, 1), 256, bytes, 1, &mut sum)? };
         Ok(())
+    }
+
+    pub(super) fn gate_up(
+        &self,
+        experts: &CudaExperts,
+        [x, factors]: [CUdeviceptr; 2],
+        inner: CUdeviceptr,
+        list: &WorkList,
+        top_k: usize,
+    ) -> GateUp {
+        let steps = experts.hidden.div_ceil(STEP);
+        GateUp {
+            weights: experts.gate_up.device_ptr(&self.gpu.stream).0,
+            x,
+            factors,
+            inner,
+            list: list.at,
+            places: int(list.places),
+            k: int(experts.hidden),
+            tiles: int(experts.inner / 8),
+            steps: int(steps),
+            slice: int(steps.div_ceil(WARPS)),
+            top_k: int(top_k),
+            rows: int(list.rows),
+            unused: 0,
+        }
     }
 
     pub(super) fn down(&self, experts: &CudaExperts, inner: CUdeviceptr, outer: CUdeviceptr, list: &WorkList) -> Down {
@@ -322,13 +339,30 @@ impl CudaDevice {
     }
 }
 
+/// Which kernel sums up that many rows; `None`: none does.
+fn summing_kernel(rows: usize, top_k: usize) -> Option<usize> {
+    SUMMING.into_iter().position(|most| rows <= most && rows * top_k <= 8 * most)
+}
+
+/// Whether the second grouped product can take the shared expert and the weighted sum along: up to 32 rows, and a shared down that is not
+/// cut between blocks. Both grouped products then build their lists themselves.
+pub(super) fn sums_by_itself(experts: &CudaExperts, shared: &CudaMatrix, rows: usize, top_k: usize) -> bool {
+    let (groups, slice) = cut(shared.n.div_ceil(16), shared.k / 32);
+    let shapes = groups == 1
+        && slice <= 2
+        && shared.n == experts.hidden
+        && experts.hidden.is_multiple_of(16)
+        && experts.inner.is_multiple_of(2 * STEP);
+    shapes && rows_per_entry(rows, top_k, experts.experts, false) == 8 && summing_kernel(rows, top_k).is_some()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!((size_of::<GateUp>(), size_of::<Down>(), size_of::<DownFew>()), (64, 48, 104));
+        assert_eq!((size_of::<GateUp>(), size_of::<Down>(), size_of::<DownSum>()), (72, 48, 104));
     }
 
     #[test]

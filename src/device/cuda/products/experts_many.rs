@@ -1,14 +1,14 @@
 //! The grouped products where experts have many rows each (kernels/products/experts_many.cu). Same bits as those of experts.rs.
 
+use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr};
-use cudarc::driver::{CudaFunction, DevicePtr};
 
 use super::super::device::CudaDevice;
 use super::super::error::{CudaError, During};
 use super::super::gpu::Gpu;
+use super::enqueue_struct;
 use super::experts::{CudaExperts, STEP, STEP_BYTES, WARPS};
 use super::routing::WorkList;
-use super::{enqueue_struct, int};
 use crate::device::Result;
 
 /// Rows of an entry of the list that these kernels read.
@@ -25,22 +25,6 @@ const STAGES: [usize; 2] = [5, 2];
 const DOWN_RINGS: usize = WARPS * 3 * TILES * STEP_BYTES;
 /// Blocks that share an entry in the second product.
 const DOWN_PARTS: u32 = 2;
-
-/// Mirror of `struct ManyUp` in experts_many.cu.
-#[repr(C)]
-struct ManyUp {
-    weights: CUdeviceptr,
-    x: CUdeviceptr,
-    factors: CUdeviceptr,
-    inner: CUdeviceptr,
-    list: CUdeviceptr,
-    places: i32,
-    k: i32,
-    tiles: i32,
-    steps: i32,
-    slice: i32,
-    top_k: i32,
-}
 
 /// The kernels of this file.
 pub(super) struct ManyKernels {
@@ -83,22 +67,10 @@ impl CudaDevice {
         top_k: usize,
     ) -> Result<()> {
         let (gpu, kernels) = (&self.gpu, &self.products.many);
-        let (tiles, steps) = (experts.inner / 8, experts.hidden.div_ceil(STEP));
-        let mut parameters = ManyUp {
-            weights: experts.gate_up.device_ptr(&gpu.stream).0,
-            x,
-            factors,
-            inner,
-            list: list.at,
-            places: int(list.places),
-            k: int(experts.hidden),
-            tiles: int(tiles),
-            steps: int(steps),
-            slice: int(steps.div_ceil(WARPS)),
-            top_k: int(top_k),
-        };
+        let tiles = experts.inner / 8;
+        let mut parameters = self.gate_up(experts, [x, factors], inner, list, top_k);
         let grid = (tiles.div_ceil(WARPS * TILES) as u32, list.entries as u32, 1);
-        // SAFETY: `ManyUp` mirrors the kernel's struct; buffers have room for every place the list can have.
+        // SAFETY: `GateUp` mirrors the kernel's struct; buffers have room for every place the list can have.
         unsafe { enqueue_struct(gpu, &kernels.up, grid, 256, kernels.stages * STAGE_BYTES, 1, &mut parameters)? };
         Ok(())
     }
@@ -118,11 +90,6 @@ impl CudaDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_mirrors_have_the_size_the_kernels_assert() {
-        assert_eq!(size_of::<ManyUp>(), 64);
-    }
 
     #[test]
     fn a_slice_of_k26_fits_every_supported_card() {

@@ -225,10 +225,13 @@ impl CudaDevice {
         }
         let (kernel, tile) = tile_of(rows);
         let blocks = |together: usize| parts.iter().map(|part| part.weights.n.div_ceil(16 * together)).sum::<usize>();
-        // Two tiles of weights a block halve the traffic of activations, where enough blocks are left.
-        let together = if tile == 32 && blocks(2) * groups >= 2 * gpu.sms as usize { 2 } else { 1 };
-        let kernels = &self.products.dense[usize::from(dense.half != 0)];
-        let function = if together == 2 { &kernels.two } else { &kernels.one[kernel] };
+        // Two tiles of weights a block halve the traffic of activations, where enough blocks are left; and they make one wave of blocks
+        // of what would be a whole one and a part.
+        let (wave, waiting) = (2 * gpu.sms as usize, groups * rows.div_ceil(tile));
+        let halves_waves = blocks(1) * waiting > wave && blocks(2) * waiting <= wave;
+        let together = if halves_waves || (tile == 32 && blocks(2) * groups >= wave) { 2 } else { 1 };
+        let kernels = &self.products.dense[usize::from(dense.half != 0) + usize::from(dense.rest != 0)];
+        let function = if together == 2 { &kernels.two[kernel] } else { &kernels.one[kernel] };
         let blocks = blocks(together);
         let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
         let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;

@@ -27,8 +27,8 @@ pub use routing::HostRoutes;
 
 /// The kernels of this module.
 pub struct Products {
-    /// For f32 and for bf16 activations.
-    dense: [DenseKernels; 2],
+    /// For f32 activations, for bf16 ones, and for those in two terms.
+    dense: [DenseKernels; 3],
     wide: wide::WideKernels,
     many: experts_many::ManyKernels,
     /// For one row, and for more.
@@ -36,8 +36,9 @@ pub struct Products {
     prepare_rows: CudaFunction,
     prepare_and_store: CudaFunction,
     gate_up: [CudaFunction; 3],
+    gate_up_built: CudaFunction,
     down: [CudaFunction; 3],
-    down_few: CudaFunction,
+    down_sum: [CudaFunction; 3],
     tile_int4: CudaFunction,
     unpack_int4: CudaFunction,
     random_int4: CudaFunction,
@@ -56,10 +57,10 @@ pub struct Products {
     uniform_routing: std::cell::Cell<bool>,
 }
 
-/// Tiles of 8, 16 and 32 rows; and of 32 rows with two tiles of weights.
+/// Tiles of 8, 16 and 32 rows, with one and with two tiles of weights.
 struct DenseKernels {
     one: [CudaFunction; 3],
-    two: CudaFunction,
+    two: [CudaFunction; 3],
 }
 
 /// Without a norm in front, with one, and with one and latents to store.
@@ -73,28 +74,30 @@ impl Products {
     pub fn load(gpu: &Gpu) -> Result<Self, CudaError> {
         let (dense, experts) = (gpu.module("products_dense")?, gpu.module("products_experts")?);
         let (routing, rows) = (gpu.module("products_routing")?, gpu.module("products_rows")?);
-        let by_tiles = |module, name: &str, shared| -> Result<[CudaFunction; 3], CudaError> {
-            let one = |rows: usize| gpu.function(module, &format!("{name}_{rows}"), shared);
+        let named = |module, name: &str, more: &str, shared| -> Result<[CudaFunction; 3], CudaError> {
+            let one = |rows: usize| gpu.function(module, &format!("{name}_{rows}{more}"), shared);
             Ok([one(8)?, one(16)?, one(32)?])
         };
+        let by_tiles = |module, name: &str, shared| named(module, name, "", shared);
         let (few, norm) = (gpu.module("products_few")?, gpu.module("products_norm")?);
         let of_dense = |name: &str| -> Result<DenseKernels, CudaError> {
-            Ok(DenseKernels { one: by_tiles(&dense, name, MAX_SHARED)?, two: gpu.function(&dense, &format!("{name}_32_two"), MAX_SHARED)? })
+            Ok(DenseKernels { one: by_tiles(&dense, name, MAX_SHARED)?, two: named(&dense, name, "_two", MAX_SHARED)? })
         };
         let of_few = |name: &str| -> Result<FewKernels, CudaError> {
             let one = |what: &str| gpu.function(&few, &format!("{name}_{what}"), MAX_SHARED);
             Ok(FewKernels { plain: one("plain")?, norm: one("norm")?, latents: one("latents")? })
         };
         Ok(Self {
-            dense: [of_dense("dense")?, of_dense("dense_half")?],
+            dense: [of_dense("dense")?, of_dense("dense_half")?, of_dense("dense_pairs")?],
             few: [of_few("one")?, of_few("few")?],
             prepare_rows: gpu.function(&norm, "prepare_rows", 0)?,
             prepare_and_store: gpu.function(&norm, "prepare_and_store", 0)?,
             wide: wide::WideKernels::load(gpu)?,
             many: experts_many::ManyKernels::load(gpu)?,
             gate_up: by_tiles(&experts, "gate_up", MAX_SHARED)?,
+            gate_up_built: gpu.function(&experts, "gate_up_built", MAX_SHARED_SUM)?,
             down: by_tiles(&experts, "down", MAX_SHARED)?,
-            down_few: gpu.function(&experts, "down_few_rows", MAX_SHARED_FEW)?,
+            down_sum: by_tiles(&experts, "down_sum", MAX_SHARED_SUM)?,
             tile_int4: gpu.function(&experts, "tile_int4", 0)?,
             unpack_int4: gpu.function(&experts, "unpack_int4", 0)?,
             random_int4: gpu.function(&experts, "random_int4", 0)?,
@@ -122,8 +125,8 @@ impl super::device::CudaDevice {
 
 /// Dynamic shared memory that a block may use: what every supported card has.
 const MAX_SHARED: u32 = 99 * 1024 - 256;
-/// The same where a block also keeps a list of few rows.
-const MAX_SHARED_FEW: u32 = 96 * 1024;
+/// The same where a block also keeps a list of up to 32 rows.
+const MAX_SHARED_SUM: u32 = 96 * 1024;
 
 /// Which of the three kernels (8, 16 or 32 rows a tile) and how many rows its tile has.
 fn tile_of(rows: usize) -> (usize, usize) {

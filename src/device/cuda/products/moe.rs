@@ -1,5 +1,5 @@
 //! A layer of experts: router and the shared expert's first product in one launch, routing, the grouped products, the weighted sum.
-//! In three steps, so that a bench can time the experts alone. For few rows the second grouped product takes the third step along.
+//! In three steps, so that a bench can time the experts alone. Up to 32 rows the second grouped product takes the third step along.
 
 use cudarc::driver::sys::CUdeviceptr;
 use half::bf16;
@@ -8,8 +8,8 @@ use super::super::buffers::{CudaAct, View};
 use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
-use super::experts::FEW_PLACES;
-use super::linear::{FEW_ROWS, Input, Mode, Part, With, cut};
+use super::experts::sums_by_itself;
+use super::linear::{Input, Mode, Part, With};
 use super::routing::{Router, WorkList};
 use crate::device::{Moe, Result};
 
@@ -54,17 +54,9 @@ impl CudaDevice {
         let rounded = self.scratch.borrow_mut().get(&self.gpu, Use::Rounded, bound * weights.router.k * size_of::<bf16>())?;
         let (shared, factors) = self.gated(input, &weights.shared.gate_up, Some((router, rounded)), bound)?;
         let many = self.products.many.take(&weights.experts);
-        let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer, many };
+        let built = sums_by_itself(&weights.experts, &weights.shared.down, bound, weights.top_k);
+        let router = Router { gates, bias: &weights.bias, experts, top_k: weights.top_k, scaling: weights.scaling, layer, many, built };
         Ok(Routed { list: self.route(&router, rows)?, shared, rounded, factors })
-    }
-
-    /// Whether the second grouped product can take the shared expert and the weighted sum along: few rows, and a shared down that is not
-    /// cut between blocks.
-    fn sums_by_itself(weights: &Moe<Self>, list: &WorkList) -> bool {
-        let (down, experts) = (&weights.shared.down, &weights.experts);
-        let (groups, slice) = cut(down.n.div_ceil(16), down.k / 32);
-        let shapes = groups == 1 && slice <= 4 && down.n == experts.hidden && experts.hidden.is_multiple_of(16) && experts.whole_steps();
-        list.rows <= FEW_ROWS && list.places <= FEW_PLACES && shapes
     }
 
     /// The routed experts' outputs, one row per choice, unweighted; returns where they lie in scratch, or `None` when they are in `out`
@@ -72,9 +64,9 @@ impl CudaDevice {
     pub fn moe_experts(&self, weights: &Moe<Self>, routed: &Routed, out: &mut CudaAct) -> Result<Option<CUdeviceptr>> {
         let Routed { list, rounded, factors, .. } = routed;
         let inner = self.experts_up(&weights.experts, *rounded, *factors, list, weights.top_k)?;
-        if Self::sums_by_itself(weights, list) {
+        if list.built {
             let shared = (&weights.shared.down, routed.shared);
-            self.experts_down_few(&weights.experts, inner, list, weights.top_k, shared, out.view(&self.gpu))?;
+            self.experts_down_sum(&weights.experts, inner, list, weights.top_k, shared, out.view(&self.gpu))?;
             return Ok(None);
         }
         self.experts_down(&weights.experts, inner, list).map(Some)

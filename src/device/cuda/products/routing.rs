@@ -26,6 +26,8 @@ struct Routing {
     scaling: f32,
     uniform: i32,
     layer: i32,
+    built: i32,
+    unused: i32,
 }
 
 /// What a router chooses by.
@@ -38,6 +40,8 @@ pub(super) struct Router<'a> {
     pub layer: usize,
     /// The kernels of experts_many.rs take the experts.
     pub many: bool,
+    /// Whoever needs the list builds it.
+    pub built: bool,
 }
 
 /// The work list of the layer enqueued last.
@@ -52,6 +56,8 @@ pub struct WorkList {
     pub rows_per_entry: usize,
     /// Most entries the list can have.
     pub entries: usize,
+    /// Only the choices are there: whoever needs the rest of the list builds it.
+    pub built: bool,
 }
 
 impl WorkList {
@@ -81,7 +87,7 @@ const MAX_TOP: usize = 32;
 
 /// Rows of one entry: enough that an expert's weights are unpacked once for most of its rows. `many`: the kernels of
 /// experts_many.rs take these experts.
-fn rows_per_entry(rows: usize, top_k: usize, experts: usize, many: bool) -> usize {
+pub(super) fn rows_per_entry(rows: usize, top_k: usize, experts: usize, many: bool) -> usize {
     match rows * top_k / experts {
         0..=4 => 8,
         5..=10 => 16,
@@ -116,11 +122,14 @@ impl CudaDevice {
             scaling: router.scaling,
             uniform: i32::from(self.products.uniform_routing.get()),
             layer: int(router.layer),
+            // A row alone makes its list on the way.
+            built: i32::from(router.built && bound > 1),
+            unused: 0,
         };
         // SAFETY: `Routing` mirrors the kernel's struct; the list has room for every choice of the bound.
         unsafe { enqueue_struct(&self.gpu, &self.products.route, (bound as u32, 1, 1), MAX_EXPERTS as u32, 0, 1, &mut routing)? };
         let entries = (bound * top_k).min(experts + bound * top_k / rows_per_entry);
-        Ok(WorkList { at, places, rows: bound, rows_per_entry, entries })
+        Ok(WorkList { at, places, rows: bound, rows_per_entry, entries, built: router.built })
     }
 
     /// Routes of the first `rows` rows of the layer run last, whose pass had `bound` rows: for tests.
@@ -134,19 +143,15 @@ impl CudaDevice {
         unsafe { cudarc::driver::result::memcpy_dtoh_sync(&mut raw, at) }
             .map_err(|source| super::super::error::CudaError::Driver { what: "reading routes", source })?;
         let word = |at: usize| i32::from_le_bytes(raw[at..at + 4].try_into().expect("four bytes"));
-        let first_entry = HEADER + places * 12;
-        let mut experts: Vec<(i32, i32)> = Vec::new();
-        for entry in 0..word(0) as usize {
-            let (expert, count) = (word(first_entry + entry * ENTRY), word(first_entry + entry * ENTRY + 8));
-            match experts.last_mut() {
-                Some(last) if last.0 == expert => last.1 += count,
-                _ => experts.push((expert, count)),
-            }
+        let ids: Vec<i32> = (0..rows * top_k).map(|i| word(HEADER + 4 * i)).collect();
+        let mut counts = std::collections::BTreeMap::new();
+        for &id in ids.iter().filter(|&&id| id >= 0) {
+            *counts.entry(id).or_insert(0) += 1;
         }
         Ok(HostRoutes {
-            ids: (0..rows * top_k).map(|i| word(HEADER + 4 * i)).collect(),
+            ids,
             weights: (0..rows * top_k).map(|i| f32::from_bits(word(HEADER + 4 * (places + i)) as u32)).collect(),
-            experts,
+            experts: counts.into_iter().collect(),
         })
     }
 }
@@ -157,6 +162,6 @@ mod tests {
 
     #[test]
     fn the_mirror_has_the_size_the_kernel_asserts() {
-        assert_eq!(size_of::<Routing>(), 72);
+        assert_eq!(size_of::<Routing>(), 80);
     }
 }
