@@ -6,6 +6,7 @@
 #pragma once
 #include "layout.cuh"
 #include "ptx.cuh"
+#include "start.cuh"
 
 template <int kRows, bool kExact>
 struct Block {
@@ -19,7 +20,7 @@ struct Block {
   __device__ QuadShared<kRows>& own() const { return sm.quads[quad()]; }
   __device__ bool next(Walk& w) const {
     if constexpr (kExact) return next_exact<kRows>(p, sm.plan, w, sm.plan.units);
-    else return next_fast(p, sm.plan, w, sm.unit);
+    else return next_fast(p, SharedPlan{p, sm.plan}, w, sm.unit);
   }
 
   // Moves by `n` tiles, over the ends of pieces. False past the block's last tile.
@@ -40,8 +41,7 @@ struct Block {
   }
 
   // Slot of the token of the warp's tile that lane % 16 stands for, -1 where there is none; and what the consumers must know of the tile.
-  __device__ int look_up_one(const Walk& w, int& info) const {
-    const Request r = request_of(p, w.request);
+  __device__ int look_up_one(const Walk& w, const Request& r, int& info) const {
     const int token = static_cast<int>(Place::now().lane % kTile);
     const int* src = nullptr;
     info = kWhole;
@@ -117,15 +117,19 @@ struct Block {
     const int passed = (ahead.place - sm.fetch[me.warp].place) / kTile;   // tiles since the walk in shared memory was last moved
     __syncwarp();
     if (!advance(w, 4 + passed)) return false;
-    if (me.lane == 0) store_walk(me.warp, w);
-    int info;
-    slot = look_up_one(w, info);
-    const Request r = request_of(p, w.request);
-    const int whole = min(whole_tiles(w, r), w.end);
-    ahead.place = r.kv_begin + ((kExact ? w.first : 0) + w.tile + 4) * kTile, ahead.left = max(whole - w.tile - 1, 0) / 4;
-    if (Place::now().lane == 0) sm.info[n & (kDescs - 1)] = info, sm.fetch[me.warp].place = ahead.place;
-    __syncwarp();
+    slot = take(n, w, request_of(p, w.request), ahead);
     return true;
+  }
+
+  // Slots of the tile that a producer's walk has come to, number `n` of the block.
+  __device__ int take(int n, const Walk& w, const Request& r, Ahead& ahead) const {
+    const Place me = Place::now();
+    int info;
+    const int slot = look_up_one(w, r, info), whole = min(whole_tiles(w, r), w.end);
+    ahead.place = r.kv_begin + ((kExact ? w.first : 0) + w.tile + 4) * kTile, ahead.left = max(whole - w.tile - 1, 0) / 4;
+    if (me.lane == 0) store_walk(me.warp, w), sm.info[n & (kDescs - 1)] = info, sm.fetch[me.warp].place = ahead.place;
+    __syncwarp();
+    return slot;
   }
 
   // Starts the copy of tile `n`: one where its slots are 16 neighbours, else one a row.
@@ -149,7 +153,7 @@ struct Block {
     const int me = static_cast<int>(Place::now().warp);
     Walk start{};
     if constexpr (kExact) start.id = static_cast<int>(blockIdx.x) - sm.plan.units;
-    else start = start_fast(p, sm.plan, sm.unit);
+    else start = start_fast(p, SharedPlan{p, sm.plan}, sm.unit);
     start.tile = me - 4;
     if (Place::now().lane == 0) store_walk(me, start), sm.fetch[me].place = 0;
     __syncwarp();
@@ -158,6 +162,27 @@ struct Block {
     int slot;
 #pragma unroll 1
     for (int n = me; look_up(n, ahead, slot); n += 4) fetch(n, slot);
+  }
+
+  // As `produce`, in a block whose first piece is known before the plan lies in shared memory: `met` is where the block meets when it does.
+  template <typename Meet>
+  __device__ void produce_from(const Start& start, Meet met) const {
+    const int me = static_cast<int>(Place::now().warp);
+    Walk w = start.walk;
+    w.tile = w.begin + me;
+    Ahead ahead{};
+    int n = me, slot = -1;
+    bool some = start.some && w.tile < w.end;
+    if (some) {
+      slot = take(n, w, start.request, ahead);
+    } else {
+      w.tile -= 4;
+      if (Place::now().lane == 0) store_walk(me, w), sm.fetch[me].place = 0;
+    }
+    met();
+    if (!some) some = look_up(n, ahead, slot);
+#pragma unroll 1
+    for (; some; some = look_up(n, ahead, slot)) fetch(n, slot), n += 4;
   }
 
   // Which tokens of the tile the row at `row` of the row tile may see, as 16 bits.

@@ -7,6 +7,9 @@ constexpr int kDescs = 16;           // tiles whose notes are kept
 constexpr int kAhead = 2;            // fragments of keys that a warp has in flight
 constexpr int kSteps = 9;            // k-steps of a slice: 8 of latent columns, 1 of rope columns
 
+// Whether a tree kernel merges its pieces itself (join.cuh).
+__host__ __device__ constexpr bool joins(int rows, bool exact) { return rows < 64 && !exact; }
+
 template <int kRows>
 struct Layout {
   static constexpr int kQuads = kRows == 64 ? 2 : 1, kConsumers = 4 * kQuads, kWarps = kConsumers + 4;
@@ -47,7 +50,6 @@ struct alignas(16) QuadShared {
   // by every row and are not the last.
   int2 notes[2];
   int more;                                        // whether there is a piece
-  uint64_t taken;                                  // the exchange has been read
 };
 
 // A producer's place in the walk, see `Walk`.
@@ -56,17 +58,31 @@ struct Fetch {
   int place;        // in kv_indices, four tiles further on
 };
 
+// A stream that a block has computed a part of.
+struct Join {
+  int request, stream, id;
+};
+
+// What lies at the same place whatever the row tile, so that a block can start before it has chosen one.
+struct Head {
+  uint64_t full[kStages], empty[kStages];          // a tile has arrived; all consumers have read it
+  uint64_t taken[2];                               // of a quad: the exchange has been read
+  Plan plan;
+  int unit, member;                                // the team this block is in, and its place there
+  uint32_t launch;                                 // number of this launch, which marks its partials
+  Fetch fetch[4];                                  // where each producer looks up next
+  int joins;                                       // streams to be merged at the end: those that the block's first and last piece are of
+  Join join[2];
+};
+static_assert(sizeof(Head) <= 1024, "the ring begins there");
+
 template <int kRows>
-struct Shared {
-  uint8_t ring[kStages][kTileBytes];               // aligned to 1024 bytes, the period of the swizzle
+struct Shared : Head {
+  alignas(1024) uint8_t ring[kStages][kTileBytes];  // aligned to the period of the swizzle
   // Partial scores: of every octet of rows, by source, tokens 0 to 7 and 8 to 15, two a lane. Aligned to 1024 bytes.
   float2 exchange[Layout<kRows>::kQuads][Layout<kRows>::kSources][2][Layout<kRows>::kOctets][32];
   QuadShared<kRows> quads[Layout<kRows>::kQuads];
-  int unit, member;                                // the team this block is in, and its place there
-  Plan plan;
-  Fetch fetch[4];                                  // where each producer looks up next
   int info[kDescs];                                // kind | valid or draft tile << 8 | draft row << 16
-  uint64_t full[kStages], empty[kStages];          // a tile has arrived; all consumers have read it
 };
 
 // Where a thread stands. `now` hides the thread number from the compiler, so that addresses made from it are worked out anew in

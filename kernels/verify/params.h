@@ -27,7 +27,7 @@ struct VerifyParams {
   const int32_t* draft_slots;     // [rows]
   const uint64_t* mask;           // [rows], bit j: row j of this request is me or my ancestor
   float* partial_o;               // [partials][row tile][512], not normalised, in the order of `partial_place`
-  float4* partial_ml;             // [partials][row tile], (m, l, weight, -): maximum (base 2), sum, sum of rounded probabilities
+  float4* partial_ml;             // [partials][row tile], (m, l, weight, launch): maximum (base 2), sum, sum of rounded probabilities
   int4* pieces;                   // [rows], where the merge finds a row's partials: first, count, step, row in tile
   int32_t batch;
   int32_t rows;                   // rows the buffers hold, for bounds only
@@ -39,6 +39,7 @@ struct VerifyParams {
   int32_t min_tiles;              // no piece shorter than this (fast scheduler)
   float split_root;               // at most split_root x sqrt(prefix) pieces a request (fast scheduler)
   int32_t partials;               // capacity of the partial buffers, in row tiles
+  uint64_t* ticket;               // launch number (not 0) << 32 | blocks of this launch that have asked for it; kernels that join only
 };
 
 // Columns of a row as the tensor cores of the tree kernel hold them: of four slices of 128, slice c has columns 64 c .. 64 c + 63 and
@@ -54,4 +55,4 @@ __host__ __device__ constexpr int64_t partial_place(int64_t row, int slice, int 
   return row / 8 * 1024 + (slice * 8 + step) * 32 + row % 8 * 4;
 }
 
-static_assert(sizeof(VerifyParams) == 144, "mirrored in Rust");
+static_assert(sizeof(VerifyParams) == 152, "mirrored in Rust");

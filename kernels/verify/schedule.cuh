@@ -10,6 +10,7 @@
 //        position order, committed keys and draft ancestors alike, so a result depends on the row's own keys and nothing else.
 #pragma once
 #include "params.h"
+#include "ptx.cuh"
 
 struct Request {
   int kv_begin, prefix, q_begin, rows;
@@ -82,6 +83,17 @@ __device__ inline int divide(int a, int b) {
   return q;
 }
 
+// Teams only when everybody has the same number of row tiles and little of the card is left over.
+__device__ inline int team_size(int low, int high, int blocks) {
+  if (low != high || high <= 1 || high > blocks) return 1;
+  return (blocks - divide(blocks, high) * high) * 16 <= blocks ? high : 1;
+}
+// Tiles a unit.
+__device__ inline int payload_of(const VerifyParams& p, int total, int units, int longest) {
+  const int root = static_cast<int>(ceilf(sqrt_fast(static_cast<float>(longest)) * __fdividef(0.25f, p.split_root)));
+  return max(max(divide(total + units - 1, units), p.min_tiles), root);
+}
+
 // Called by the whole block (at least 128 threads), one thread a request; ends with a block-wide barrier. It stands before
 // everything else a launch does, so it is kept short.
 template <int kTileRows, bool kExact>
@@ -100,12 +112,7 @@ __device__ void make_plan(const VerifyParams& p, Plan& plan, PlanScratch& scratc
   for (int g = 1; g < 4; ++g)
     low = min(low, scratch.low[g]), high = max(high, scratch.high[g]), longest = max(longest, scratch.longest[g]);
 
-  // Teams only when everybody has the same number of row tiles and little of the card is left over.
-  int team = 1, units = blocks;
-  if (!kExact && low == high && high > 1 && high <= blocks) {
-    const int whole = divide(blocks, high);
-    if ((blocks - whole * high) * 16 <= blocks) team = high, units = whole;
-  }
+  const int team = kExact ? 1 : team_size(low, high, blocks), units = team > 1 ? divide(blocks, team) : blocks;
   const int streams = team > 1 ? min(tiles, 1) : tiles;
   const int cost = own.rows == 0 ? 0 : kExact ? exact_splits(own) * tiles : streams * (length + p.item_cost);
   int cost_upto = 0, streams_upto = 0;
@@ -122,46 +129,61 @@ __device__ void make_plan(const VerifyParams& p, Plan& plan, PlanScratch& scratc
   }
   if (r == 0) {
     const int total = scratch.cost[0] + scratch.cost[1] + scratch.cost[2] + scratch.cost[3];
-    const int root = static_cast<int>(ceilf(sqrtf(static_cast<float>(longest)) / (4.0f * p.split_root)));
-    plan.team = team, plan.units = units;
-    plan.payload = max(max(divide(total + units - 1, units), p.min_tiles), root);
+    plan.team = team, plan.units = units, plan.payload = payload_of(p, total, units, longest);
   }
   __syncthreads();
 }
 
+// The plan of `fast` as it lies in shared memory. `WarpPlan` (start.cuh) answers the same questions out of a warp's registers.
+struct SharedPlan {
+  const VerifyParams& p;
+  const Plan& plan;
+  __device__ int payload() const { return plan.payload; }
+  __device__ int line(int r) const { return plan.line[r]; }
+  __device__ int before(int r) const { return plan.streams[r]; }
+  __device__ int count(int r) const { return plan.streams[r + 1] - plan.streams[r]; }
+  __device__ Request request(int r) const { return request_of(p, r); }
+  // The last request whose streams start at or before `a`.
+  __device__ int at(int a) const {
+    int low = 0, high = a == 0 ? 1 : p.batch;
+    while (high - low > 1) {
+      const int mid = (low + high) / 2;
+      if (plan.line[mid] <= a) low = mid;
+      else high = mid;
+    }
+    return low;
+  }
+};
+
 // Moves `w` to the next piece of this unit (fast) or block (exact). False when there is none.
-__device__ inline bool next_fast(const VerifyParams& p, const Plan& plan, Walk& w, int unit) {
-  const int a = unit * plan.payload, b = a + plan.payload;
+template <typename AnyPlan>
+__device__ inline bool next_fast(const VerifyParams& p, const AnyPlan& plan, Walk& w, int unit) {
+  const int a = unit * plan.payload(), b = a + plan.payload();
   for (;;) {
     ++w.stream;
-    while (w.request < p.batch && w.stream >= plan.streams[w.request + 1] - plan.streams[w.request]) ++w.request, w.stream = 0;
+    while (w.request < p.batch && w.stream >= plan.count(w.request)) ++w.request, w.stream = 0;
     if (w.request >= p.batch) return false;
     asm volatile("" : "+r"(w.request));             // else pointers into every list are carried along, in registers that are not there
-    const int tiles = fast_tiles(request_of(p, w.request));
-    const int start = plan.line[w.request] + w.stream * (tiles + p.item_cost);
+    const int tiles = fast_tiles(plan.request(w.request));
+    const int start = plan.line(w.request) + w.stream * (tiles + p.item_cost);
     if (start >= b) return false;
     w.begin = max(a - start - p.item_cost, 0), w.end = min(b - start - p.item_cost, tiles);
     if (w.begin >= w.end) continue;
     w.tile = w.begin;
-    w.id = plan.streams[w.request] + w.stream;
+    w.id = plan.before(w.request) + w.stream;
     w.direct = w.begin == 0 && w.end == tiles;
     return true;
   }
 }
 
-// First request of this unit's stretch, so that walking does not start at request 0.
-__device__ inline Walk start_fast(const VerifyParams& p, const Plan& plan, int unit) {
+// Before the first piece of this unit's stretch, so that walking does not start at request 0.
+template <typename AnyPlan>
+__device__ inline Walk start_fast(const VerifyParams& p, const AnyPlan& plan, int unit) {
   Walk w{};
-  const int a = unit * plan.payload;
-  int low = 0, high = a == 0 ? 1 : p.batch;
-  while (high - low > 1) {
-    const int mid = (low + high) / 2;
-    if (plan.line[mid] <= a) low = mid;
-    else high = mid;
-  }
-  const int start = plan.line[low], per = fast_tiles(request_of(p, low)) + p.item_cost;
-  w.request = low;
-  w.stream = max(min(divide(a - start, per), plan.streams[low + 1] - plan.streams[low]), 0) - 1;
+  const int a = unit * plan.payload();
+  w.request = plan.at(a);
+  const int start = plan.line(w.request), per = fast_tiles(plan.request(w.request)) + p.item_cost;
+  w.stream = max(min(divide(a - start, per), plan.count(w.request)), 0) - 1;
   return w;
 }
 

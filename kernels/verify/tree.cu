@@ -8,18 +8,32 @@
 #define SMALL 2
 #endif
 
-#define VERIFY_TREE(rows, blocks, numerics, exact)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(32 * Layout<rows>::kWarps, blocks)                                                                       \
+#define TREE_KERNEL(rows, blocks, numerics)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(32 * Layout<rows>::kWarps, blocks)                                                      \
       verify_tree_##rows##_##numerics(const __grid_constant__ VerifyParams p, const __grid_constant__ CUtensorMap rows_map,             \
-                                      const __grid_constant__ CUtensorMap tile_map) {                                                  \
-    verify_tree<rows, exact>(p, &rows_map, &tile_map);                                                                                  \
+                                      const __grid_constant__ CUtensorMap tile_map)
+#define VERIFY_TREE(rows, blocks, numerics, exact)                                                                                      \
+  TREE_KERNEL(rows, blocks, numerics) {                                                                                                 \
+    open_block<Layout<rows>::kQuads>(head(), &rows_map, &tile_map);                                                                     \
+    verify_tree<rows, exact>(p, &rows_map, &tile_map, joins(rows, exact) ? own_request(p) : Request{});                                 \
   }
 
 // What src/device/cuda/verify.rs reserves.
-static_assert(sizeof(Shared<16>) <= 84992 && sizeof(Shared<32>) <= 98304 && sizeof(Shared<64>) <= 101376);
+static_assert(sizeof(Shared<16>) <= 86016 && sizeof(Shared<32>) <= 98304 && sizeof(Shared<64>) <= 101376);
+
+__device__ __forceinline__ Head& head() {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  return *reinterpret_cast<Head*>(raw);
+}
 
 VERIFY_TREE(16, SMALL, fast, false)
-VERIFY_TREE(32, SMALL, fast, false)
+// Takes row tiles of 16 where the prefixes are short: then a launch is latency, and more blocks load queries and store partials.
+TREE_KERNEL(32, SMALL, fast) {
+  open_block<1>(head(), &rows_map, &tile_map);
+  const Request own = own_request(p);
+  if (p.batch <= 32 && few_tiles(p, own, 16, gridDim.x)) verify_tree<16, false>(p, &rows_map, &tile_map, own);
+  else verify_tree<32, false>(p, &rows_map, &tile_map, own);
+}
 VERIFY_TREE(64, 1, fast, false)
 VERIFY_TREE(16, SMALL, exact, true)
 VERIFY_TREE(32, SMALL, exact, true)

@@ -15,6 +15,7 @@
 #pragma once
 #include <type_traits>
 #include "block.cuh"
+#include "join.cuh"
 #include "pieces.cuh"
 #include "softmax.cuh"
 
@@ -26,47 +27,112 @@ constexpr int kTakers = 32;
 constexpr int kTakers = 1;
 #endif
 
+// What can be done before the launch before has ended, then the wait for it: whatever made the queries, and the kernel before, whose
+// partials this one writes over. A tree kernel begins with it.
+template <int kQuads>
+__device__ void open_block(Head& head, const CUtensorMap* rows_map, const CUtensorMap* tile_map) {
+  let_next_start();                                 // which then waits for all of this kernel
+  if (threadIdx.x == blockDim.x - 1) {
+    for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&head.full[s]), 1), mbarrier_init(smem_addr(&head.empty[s]), 4 * kQuads);
+    for (int i = 0; i < kQuads; ++i) mbarrier_init(smem_addr(&head.taken[i]), 4 * kTakers);
+    mbarrier_init_fence();
+    prefetch_map(rows_map), prefetch_map(tile_map);
+    head.joins = 0;
+  }
+  __syncthreads();
+  wait_for_previous();
+}
+
+// `own`: what `own_request` says, asked for by kernels that join only.
 template <int kRows, bool kExact>
-__device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, const CUtensorMap* tile_map) {
+__device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, const CUtensorMap* tile_map, const Request& own) {
   using L = Layout<kRows>;
+  constexpr bool kJoins = joins(kRows, kExact);
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared<kRows>& sm = *reinterpret_cast<Shared<kRows>*>(raw);
   static_assert(sizeof(Shared<kRows>) <= kSmemLimit, "must fit the shared memory of sm_120");
 
-  let_next_start();                                 // the merge, which then waits for all of this kernel
-  if (threadIdx.x == 32 * L::kWarps - 1) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1), mbarrier_init(smem_addr(&sm.empty[s]), L::kConsumers);
-    for (int i = 0; i < L::kQuads; ++i) mbarrier_init(smem_addr(&sm.quads[i].taken), 4 * kTakers);
-    mbarrier_init_fence();
-    prefetch_map(rows_map), prefetch_map(tile_map);
-  }
-  wait_for_previous();                              // whatever made the queries, and the merge before, whose partials this one writes over
-  make_plan<kRows, kExact>(p, sm.plan, *reinterpret_cast<PlanScratch*>(sm.exchange), gridDim.x);
-  const int unit = divide(blockIdx.x, sm.plan.team);
-  if (threadIdx.x == 0) sm.unit = unit, sm.member = blockIdx.x - unit * sm.plan.team;
-  if (blockIdx.x == gridDim.x - 1) write_pieces<kRows, kExact>(p, sm.plan);
-  if (unit >= sm.plan.units) return;
-  __syncthreads();
-
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  Start start{};
+  int team = 1;
+  constexpr int kCounter = 32 * L::kConsumers - 1;  // the thread that asks for the launch's number
+  uint32_t launch = 0;
+  if constexpr (kJoins) {
+    if (threadIdx.x == kCounter) launch = launch_number(p);
+    if (p.batch <= 32) {
+      const WarpPlan plan = warp_plan<kRows>(p, own, gridDim.x);
+      team = plan.team;
+      start = first_piece(p, plan, team, plan.units);
+      if (start.unit >= plan.units) return;
+      if (warp == 0) plan.store(sm.plan);
+    } else {
+      make_plan<kRows, kExact>(p, sm.plan, *reinterpret_cast<PlanScratch*>(sm.exchange), gridDim.x);
+      team = sm.plan.team;
+      start = first_piece(p, SharedPlan{p, sm.plan}, team, sm.plan.units);
+      if (start.unit >= sm.plan.units) return;
+      __syncthreads();                              // the scratch is an exchange from here on
+    }
+    if (threadIdx.x == 0) sm.unit = start.unit, sm.member = start.member;
+  } else {
+    make_plan<kRows, kExact>(p, sm.plan, *reinterpret_cast<PlanScratch*>(sm.exchange), gridDim.x);
+    start.unit = divide(blockIdx.x, sm.plan.team);
+    if (threadIdx.x == 0) sm.unit = start.unit, sm.member = blockIdx.x - start.unit * sm.plan.team;
+    if (blockIdx.x == gridDim.x - 1) write_pieces<kRows, kExact>(p, sm.plan);
+    if (start.unit >= sm.plan.units) return;
+    __syncthreads();
+  }
+
   Block<kRows, kExact> b{p, rows_map, tile_map, sm};
-  if (warp >= L::kConsumers) {
+  auto give_registers = [] {
     if constexpr (L::kMovesRegisters) fewer_registers<L::producer_registers(kExact)>();
-    b.produce();
+  };
+  auto take_registers = [] {
+    if constexpr (L::kMovesRegisters) more_registers<L::consumer_registers(kExact)>();
+  };
+  if (warp >= L::kConsumers) {
+    if constexpr (kJoins) {
+      b.produce_from(start, [&] {
+        __syncthreads();
+        give_registers();
+      });
+    } else {
+      give_registers();
+      b.produce();
+    }
     return;
   }
-  if constexpr (L::kMovesRegisters) more_registers<L::consumer_registers(kExact)>();
+  if constexpr (!kJoins) take_registers();
   QuadShared<kRows>& my = b.own();
+  // Of the piece `w`: its tiles, counted over all the block has done; by one lane.
+  auto begin_piece = [&](const Walk& w, int first, const Request& r) {
+    const int tiles = w.end - w.begin, whole = min(max(b.whole_tiles(w, r) - w.begin, 0), tiles - 1);
+    my.item = w, my.first = first, my.last = first + tiles - 1;
+    my.notes[0].y = my.notes[1].y = first + whole;
+    my.notes[(first - 1) & 1].x = first - 1;
+  };
+  if constexpr (kJoins) {
+    if (threadIdx.x == 0) {
+      my.notes[0].x = my.notes[1].x = -1;
+      if (start.some) begin_piece(start.walk, 0, start.request);
+    }
+    __syncthreads();
+    if (threadIdx.x == kCounter) sm.launch = launch;
+  }
+  if constexpr (kJoins) {
+    take_registers();
+    if (!start.some) return;
+  }
   // In a register over the loop: by way of memory, or the assembler would work it out anew in each step, from a slow special register.
   auto held = [&](uint32_t x) { return kExact ? x : there_and_back(smem_addr(&my.rope_at[threadIdx.x % 128]), x); };
   const uint32_t thread = held(threadIdx.x);
   auto here = [&] { return kExact ? Place::now() : Place::of(thread); };
   auto barrier = [&] { quad_barrier(here().template quad_of<L::kQuads>() + 1); };
-  if (warp % 4 == 0) {
-    Walk start{};
-    if constexpr (kExact) start.id = static_cast<int>(blockIdx.x) - sm.plan.units;
-    else start = start_fast(p, sm.plan, unit);
-    if (here().lane == 0) my.item = start, my.last = -1, my.notes[0].x = my.notes[1].x = -1;
+  auto taken_at = [&] { return smem_addr(&sm.taken[here().template quad_of<L::kQuads>()]); };
+  if (!kJoins && warp % 4 == 0) {
+    Walk before{};
+    if constexpr (kExact) before.id = static_cast<int>(blockIdx.x) - sm.plan.units;
+    else before = start_fast(p, SharedPlan{p, sm.plan}, sm.unit);
+    if (here().lane == 0) my.item = before, my.last = -1, my.notes[0].x = my.notes[1].x = -1;
     __syncwarp();
   }
 
@@ -100,11 +166,10 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   float m = kNoMax;                                 // maximum in use
 
   constexpr int kOrder[8] = {0, 6, 1, 7, 3, 5, 2, 4};   // steps of a slice as they are walked, see below
-  auto load_q = [&]() {
+  auto ask_for_q = [&](const Request& r, int row_tile) {
     const Place me = here();
     const int slice = me.warp;
-    const Request r = request_of(p, my.item.request);
-    const int rows = r.rows << p.heads_log2, row0 = b.row_tile() * kRows + 32 * here().template quad_of<L::kQuads>();
+    const int rows = r.rows << p.heads_log2, row0 = row_tile * kRows + 32 * here().template quad_of<L::kQuads>();
     const __nv_bfloat16* base = p.q + ((static_cast<int64_t>(r.q_begin) << p.heads_log2) + row0) * kRow;
     // Latent columns come 16 bytes a lane, four lanes a row, into the registers they will end in, and take the tensor cores' order on
     // the way through this warp's part of the exchange: 16 rows x 32 columns at a time.
@@ -124,6 +189,10 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
       }
     }
+  };
+  auto turn_q = [&]() {
+    const Place me = here();
+    const int slice = me.warp;
     // Row r keeps its 16-byte chunk j at chunk j ^ (r / 2 % 4), so that neither way meets a bank conflict.
     const uint32_t scratch = smem_addr(sm.exchange[here().template quad_of<L::kQuads>()]) + 1024 * slice;
     auto chunk_at = [&](int r, int j) { return scratch + r * 64 + ((j ^ (r / 2 % 4)) << 4); };
@@ -195,7 +264,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     for (int n = 0; n < kSteps; ++n) {
       const uint32_t(&kk)[4] = k[n % kAhead];
       // Outside the loop the wait for the exchange stands here, where it keeps the assembler from loading so far ahead that it spills.
-      if (!hurried && n == 0) mbarrier_wait(smem_addr(&my.taken), (tile & 1) ^ 1);
+      if (!hurried && n == 0) mbarrier_wait(taken_at(), (tile & 1) ^ 1);
       const int kept = kSteps - 1 - n;                // place among those in shared memory
       if (kept < L::kSharedSteps)
 #pragma unroll
@@ -209,7 +278,7 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       // Never true. The assembler moves no load over a branch, and would else load each fragment just before it is needed.
       if (L::kQuads > 1 && !kExact && hurried && n % 2 == 1 && n < 6 && tile < 0) __trap();
     }
-    if (hurried && !L::kKeepOwn) mbarrier_wait(smem_addr(&my.taken), (tile & 1) ^ 1);   // else it has been waited for
+    if (hurried && !L::kKeepOwn) mbarrier_wait(taken_at(), (tile & 1) ^ 1);   // else it has been waited for
     // [source][half][octet][lane] of float2; `exchange_at` is this lane's place in the octet of the warp's own number.
     const uint32_t place = exchange_at();
 #pragma unroll
@@ -242,9 +311,9 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   // This warp has read the exchange, and P of the tile before.
   auto taken = [&]() {
     __syncwarp();
-    if (here().lane < kTakers) mbarrier_arrive(smem_addr(&my.taken));
+    if (here().lane < kTakers) mbarrier_arrive(taken_at());
   };
-  auto wait_taken = [&](int tile) { mbarrier_wait(smem_addr(&my.taken), tile & 1); };   // by all, when `tile` was gathered
+  auto wait_taken = [&](int tile) { mbarrier_wait(taken_at(), tile & 1); };   // by all, when `tile` was gathered
   auto mask_out = [&](int tile) {
     const int slice = here().warp;
     const int info = sm.info[tile & (kDescs - 1)];
@@ -301,19 +370,19 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       __syncwarp();
       const bool more = b.next(w);
       if (here().lane == 0) {
-        my.item = w, my.more = more;
-        my.first = my.last + 1, my.last += w.end - w.begin;
-        const int whole = more ? min(max(b.whole_tiles(w, request_of(p, w.request)) - w.begin, 0), w.end - w.begin - 1) : 0;
-        my.notes[0].y = my.notes[1].y = my.first + whole;
-        my.notes[(my.first - 1) & 1].x = my.first - 1;
+        my.more = more;
+        if (more) begin_piece(w, my.last + 1, request_of(p, w.request));
       }
     }
     barrier();
     return my.more != 0;
   };
 
-  while (next_piece()) {
-    load_q();
+  bool begun = kJoins;                              // the block's first piece is known
+  while (begun || next_piece()) {
+    begun = false;
+    ask_for_q(request_of(p, my.item.request), b.row_tile());
+    turn_q();
 #pragma unroll
     for (int i = 0; i < L::kMTiles; ++i)
 #pragma unroll
@@ -391,10 +460,10 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       weight += __shfl_xor_sync(~0u, weight, 2);
       const int row = 8 * slice + me.lane / 4;
       if (me.lane % 4 == 0) {
-        my.inverse[row] = weight > 0.0f ? 1.0f / weight : 0.0f;
+        my.inverse[row] = weight > 0.0f ? kJoins ? __fdividef(1.0f, weight) : 1.0f / weight : 0.0f;
         if (fits && row0 + row < rows) {
           if (item.direct) p.lse[out_row + row] = natural_lse(m, l);
-          else p.partial_ml[partial_row + row] = make_float4(m, l, weight, 0.0f);
+          else store_shared_by_card(p.partial_ml + partial_row + row, make_float4(m, l, weight, __uint_as_float(kJoins ? sm.launch : 0)));
         }
       }
     }
@@ -413,10 +482,17 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
         constexpr int k = 2 * (i % 2);
         uint32_t* at = reinterpret_cast<uint32_t*>(direct + slice_column(slice, step));
         if (item.direct) at[0] = pack_bf16(lo[k] * scale, lo[k + 1] * scale), at[4] = pack_bf16(hi[k] * scale, hi[k + 1] * scale);
+        else if constexpr (kJoins) partial[32 * step] = join::marked(make_float4(lo[k], lo[k + 1], hi[k], hi[k + 1]));
         else partial[32 * step] = make_float4(lo[k], lo[k + 1], hi[k], hi[k + 1]);
       }
     };
     write_octet(std::integral_constant<int, 0>()), write_octet(std::integral_constant<int, 1>());
     if constexpr (L::kOctets == 4) write_octet(std::integral_constant<int, 2>()), write_octet(std::integral_constant<int, 3>());
+    if (kJoins && threadIdx.x == 0 && !item.direct) sm.join[sm.joins++] = {item.request, item.stream, item.id};
+  }
+  if constexpr (kJoins) {
+    barrier();
+    for (int i = 0; i < sm.joins; ++i)
+      join_pieces<kRows>(p, sm.plan, sm.join[i], sm.unit, sm.member, sm.launch, here().in_quad(), reinterpret_cast<float4*>(sm.ring[0]), barrier);
   }
 }

@@ -36,6 +36,7 @@ pub struct VerifyParams {
     pub min_tiles: i32,
     pub split_root: f32,
     pub partials: i32,
+    pub ticket: CUdeviceptr,
 }
 
 #[cfg(test)]
@@ -44,9 +45,9 @@ mod tests {
 
     #[test]
     fn the_mirror_has_the_size_that_the_header_asserts() {
-        assert_eq!(size_of::<VerifyParams>(), 144);
+        assert_eq!(size_of::<VerifyParams>(), 152);
         let header = include_str!("../../../kernels/verify/params.h");
-        assert!(header.contains("static_assert(sizeof(VerifyParams) == 144"));
+        assert!(header.contains("static_assert(sizeof(VerifyParams) == 152"));
         assert!(header.contains(&format!("kSmemLimit = {SHARED_LIMIT};")));
         assert!(header.contains(&format!("kMaxBatch = {MAX_BATCH};")));
         assert!(header.contains(&format!("kMaxRows = {MAX_ROWS};")));
@@ -63,6 +64,6 @@ mod tests {
         let rust =
             fields(mirror, "pub struct VerifyParams {", |line| Some(line.trim().strip_prefix("pub ")?.split(':').next()?.to_owned()));
         assert_eq!(cpp, rust);
-        assert_eq!(rust.len(), 23);
+        assert_eq!(rust.len(), 24);
     }
 }

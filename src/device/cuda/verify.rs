@@ -1,7 +1,7 @@
 //! Typed launch of the verify kernels.
 //!
 //! [`Verify::new`] loads the machine code and allocates the scratch once, for the largest launch; [`Verify::launch`] only enqueues
-//! one or two kernels. Lengths, lists and masks are read on the device, so a captured launch serves every later round of the same
+//! one or two kernels: a tree kernel that joins its pieces itself (`fast`, 16 or 32 rows a block) needs no merge. Lengths, lists and masks are read on the device, so a captured launch serves every later round of the same
 //! bucket (batch, rows).
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, sys::CUdeviceptr};
@@ -14,6 +14,11 @@ use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 /// Row x head products up to which the merge gives each four blocks of 16 warps, and of 4 warps; beyond, one warp.
 const WIDE_MERGE: usize = 32;
 const MID_MERGE: usize = 1024;
+
+/// Query rows a block of `fast` at most where a launch holds one request only.
+pub const ALONE_ROWS: usize = 32;
+/// Number of a `Verify`'s first launch; fresh memory bears 0.
+const FIRST_LAUNCH: u64 = 1;
 
 /// Which verify kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
@@ -66,7 +71,7 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { item_cost: 5, min_tiles: 2, split_root: 1.0 }
+        Self { item_cost: 5, min_tiles: 1, split_root: 2.5 }
     }
 }
 
@@ -100,21 +105,55 @@ pub struct Call<'a> {
     pub scale: f32,
 }
 
-/// The tree kernel for one size of row tile.
+/// A tree kernel.
 struct Tree {
-    fast: CudaFunction,
-    exact: CudaFunction,
-    /// Query rows a block.
+    function: CudaFunction,
+    /// Query rows a block, at most.
     rows: usize,
     /// Threads a block, as the kernel was compiled for.
     threads: u32,
     shared: u32,
     /// Blocks that fill the card.
     grid: u32,
+    /// Whether its blocks add their pieces up themselves, with no merge after them (`joins` in layout.cuh).
+    joins: bool,
+}
+
+impl Tree {
+    fn load(gpu: &Gpu, (rows, shared): (usize, u32), numerics: Numerics) -> Result<Self, CudaError> {
+        let name = if numerics == Numerics::Exact { "exact" } else { "fast" };
+        let function = gpu.function(&gpu.module("verify_tree")?, &format!("verify_tree_{rows}_{name}"), shared)?;
+        let attribute = cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+        let threads = function.get_attribute(attribute).during("asking for a kernel's block size")? as u32;
+        let fit = function.occupancy_max_active_blocks_per_multiprocessor(threads, shared as usize, None);
+        let grid = gpu.sms * fit.during("asking how many blocks fit")?.max(1);
+        Ok(Self { function, rows, threads, shared, grid, joins: numerics == Numerics::Fast && rows < 64 })
+    }
 }
 
 /// Shared memory of the tree kernel by rows a block; `tests/kernel_machine_code.rs` holds it against the machine code.
-pub const TREE_SHARED: [(usize, u32); 3] = [(16, 84_992), (32, 98_304), (64, 101_376)];
+pub const TREE_SHARED: [(usize, u32); 3] = [(16, 86_016), (32, 98_304), (64, 101_376)];
+
+/// Where blocks leave their pieces of a row tile: as many row tiles as a launch may write.
+struct Partials {
+    count: usize,
+    o: CudaSlice<f32>,
+    ml: CudaSlice<f32>,
+}
+
+impl Partials {
+    /// Zeroed: a kernel that joins waits for what is not zero and leaves zeros behind; every element that the merge reads was written
+    /// by the tree kernel before it.
+    fn new(gpu: &Gpu, count: usize, rows: usize) -> Result<Self, CudaError> {
+        let o = gpu.stream.alloc_zeros((count * rows * 512).max(1)).during("allocating partial outputs")?;
+        let ml = gpu.stream.alloc_zeros((count * rows * 4).max(1)).during("allocating partial sums")?;
+        Ok(Self { count, o, ml })
+    }
+
+    fn bytes(&self) -> usize {
+        (self.o.len() + self.ml.len()) * 4
+    }
+}
 
 /// Loaded kernels and their scratch.
 pub struct Verify {
@@ -122,62 +161,60 @@ pub struct Verify {
     tuning: Tuning,
     heads_log2: u32,
     baseline: CudaFunction,
-    tree: Tree,
+    fast: Tree,
+    exact: Tree,
     merge_wide: CudaFunction,
     merge_mid: CudaFunction,
     merge_narrow: CudaFunction,
-    partials: usize,
-    partial_o: CudaSlice<f32>,
-    partial_ml: CudaSlice<f32>,
+    /// Of `fast` where it joins.
+    joined: Partials,
+    /// Of whatever the merge comes after.
+    merged: Partials,
     pieces: CudaSlice<i32>,
+    ticket: CudaSlice<u64>,
 }
 
 impl Verify {
     /// Loads the kernels for `limits` and allocates their scratch.
     pub fn new(gpu: &Gpu, limits: Limits, tuning: Tuning) -> Result<Self, CudaError> {
         check(&limits)?;
+        let of_rows = |wanted: usize| *TREE_SHARED.iter().find(|(rows, _)| *rows >= wanted).unwrap_or(&TREE_SHARED[2]);
         let rows_wanted = limits.rows_per_request * limits.heads;
-        let (rows, shared) = *TREE_SHARED.iter().find(|(rows, _)| *rows >= rows_wanted).unwrap_or(&TREE_SHARED[2]);
-        let (tree_module, merge_module) = (gpu.module("verify_tree")?, gpu.module("verify_merge")?);
-        let fast = gpu.function(&tree_module, &format!("verify_tree_{rows}_fast"), shared)?;
-        let exact = gpu.function(&tree_module, &format!("verify_tree_{rows}_exact"), shared)?;
-        let attribute = cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
-        let threads = fast.get_attribute(attribute).during("asking for a kernel's block size")? as u32;
-        let fit = |function: &CudaFunction| {
-            function.occupancy_max_active_blocks_per_multiprocessor(threads, shared as usize, None).during("asking how many blocks fit")
-        };
-        let grid = gpu.sms * fit(&fast)?.min(fit(&exact)?).max(1);
-        let tree = Tree { fast, exact, rows, threads, shared, grid };
-        let partials = partials(&limits, &tree);
+        // One request alone is a matter of latency: small blocks, and as many of them as there are.
+        let fast_rows = if limits.batch == 1 { rows_wanted.min(ALONE_ROWS) } else { rows_wanted };
+        let (fast, exact) = (Tree::load(gpu, of_rows(fast_rows), Numerics::Fast)?, Tree::load(gpu, of_rows(rows_wanted), Numerics::Exact)?);
+        let merge_module = gpu.module("verify_merge")?;
+        let of_fast = fast_partials(&limits, &fast);
+        let of_exact = if limits.exact { exact_partials(&limits, &exact) } else { 0 };
+        let (joined, merged) = if fast.joins { (of_fast, of_exact) } else { (0, of_exact.max(of_fast)) };
         Ok(Self {
             heads_log2: limits.heads.ilog2(),
             baseline: gpu.function(&gpu.module("verify_baseline")?, "verify_baseline", 0)?,
             merge_wide: gpu.function(&merge_module, "verify_merge_wide", 0)?,
             merge_mid: gpu.function(&merge_module, "verify_merge_mid", 0)?,
             merge_narrow: gpu.function(&merge_module, "verify_merge_narrow", 0)?,
-            // SAFETY: every element that the merge reads was written by the tree kernel before it.
-            partial_o: unsafe { gpu.stream.alloc(partials * tree.rows * 512) }.during("allocating partial outputs")?,
-            // SAFETY: as above.
-            partial_ml: unsafe { gpu.stream.alloc(partials * tree.rows * 4) }.during("allocating partial sums")?,
+            joined: Partials::new(gpu, joined, fast.rows)?,
+            merged: Partials::new(gpu, merged, exact.rows)?,
             pieces: gpu.stream.alloc_zeros(limits.rows * 4).during("allocating the merge list")?,
+            ticket: gpu.stream.clone_htod(&[FIRST_LAUNCH << 32]).during("numbering the launches")?,
             limits,
             tuning,
-            tree,
-            partials,
+            fast,
+            exact,
         })
     }
 
     /// Bytes of scratch allocated.
     pub fn scratch_bytes(&self) -> usize {
-        self.partials * self.tree.rows * (512 + 4) * 4 + self.limits.rows * 16
+        self.joined.bytes() + self.merged.bytes() + self.limits.rows * 16
     }
 
-    /// Query rows (draft rows x heads) a block works on.
+    /// Query rows (draft rows x heads) a block of `fast` works on.
     pub fn tile_rows(&self) -> usize {
-        self.tree.rows
+        self.fast.rows
     }
 
-    /// Enqueues one verify pass on the card's stream: one kernel for the baseline, two for the tree. Does not wait, copy or
+    /// Enqueues one verify pass on the card's stream: one kernel for the baseline, one or two for the tree. Does not wait, copy or
     /// allocate. Refuses a call beyond the limits.
     ///
     /// # Safety
@@ -195,12 +232,15 @@ impl Verify {
                 unsafe { gpu.launch(&self.baseline, grid, 128, 0, &mut [params_ptr]) }
             }
             Kernel::Tree => {
-                let function = if numerics == Numerics::Exact { &self.tree.exact } else { &self.tree.fast };
+                let tree = self.tree(numerics);
                 let (mut row_map, mut tile_map) = (call.kv.row_map, call.kv.tile_map);
                 let arguments = &mut [params_ptr, (&raw mut row_map).cast(), (&raw mut tile_map).cast()];
                 // SAFETY: the kernel takes one `VerifyParams` and two tensor maps, and waits for what came before it.
-                unsafe { gpu.launch_dependent(function, (self.tree.grid, 1, 1), self.tree.threads, self.tree.shared, arguments)? };
-                let mut tile_rows = self.tree.rows as i32;
+                unsafe { gpu.launch_dependent(&tree.function, (tree.grid, 1, 1), tree.threads, tree.shared, arguments)? };
+                if tree.joins {
+                    return Ok(());
+                }
+                let mut tile_rows = tree.rows as i32;
                 let arguments = &mut [params_ptr, (&raw mut tile_rows).cast()];
                 let products = call.rows as u32 * heads;
                 let (merge, grid, threads) = match products as usize {
@@ -215,7 +255,12 @@ impl Verify {
         }
     }
 
+    fn tree(&self, numerics: Numerics) -> &Tree {
+        if numerics == Numerics::Exact { &self.exact } else { &self.fast }
+    }
+
     fn params(&self, gpu: &Gpu, numerics: Numerics, call: &Call<'_>) -> VerifyParams {
+        let partials = if self.tree(numerics).joins { &self.joined } else { &self.merged };
         VerifyParams {
             q: call.q,
             kv: call.kv.base,
@@ -227,8 +272,8 @@ impl Verify {
             kv_indices: call.kv_indices,
             draft_slots: call.draft_slots,
             mask: call.mask,
-            partial_o: self.partial_o.device_ptr(&gpu.stream).0,
-            partial_ml: self.partial_ml.device_ptr(&gpu.stream).0,
+            partial_o: partials.o.device_ptr(&gpu.stream).0,
+            partial_ml: partials.ml.device_ptr(&gpu.stream).0,
             pieces: self.pieces.device_ptr(&gpu.stream).0,
             batch: call.batch as i32,
             rows: call.rows as i32,
@@ -239,7 +284,8 @@ impl Verify {
             item_cost: self.tuning.item_cost,
             min_tiles: self.tuning.min_tiles,
             split_root: self.tuning.split_root,
-            partials: self.partials as i32,
+            partials: partials.count as i32,
+            ticket: self.ticket.device_ptr(&gpu.stream).0,
         }
     }
 
@@ -271,12 +317,19 @@ fn check(limits: &Limits) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Row tiles of partials that any launch within `limits` may write: `fast` has at most one piece a block and one more a stream,
-/// `exact` one for every split of every stream.
-fn partials(limits: &Limits, tree: &Tree) -> usize {
-    let row_tiles = limits.rows * limits.heads / tree.rows + limits.batch;
-    let fast = tree.grid as usize + row_tiles;
-    if limits.exact { fast.max(row_tiles * exact_splits(limits.prefix + limits.rows_per_request)) } else { fast }
+/// Row tiles of a launch, at most; a joining kernel may choose tiles of 16.
+fn row_tiles(limits: &Limits, rows: usize) -> usize {
+    limits.rows * limits.heads / rows + limits.batch
+}
+
+/// Row tiles of partials that any `fast` launch within `limits` may write: at most one piece a block and one more a stream.
+fn fast_partials(limits: &Limits, tree: &Tree) -> usize {
+    tree.grid as usize + row_tiles(limits, if tree.joins { TREE_SHARED[0].0 } else { tree.rows })
+}
+
+/// The same for `exact`: one for every split of every stream.
+fn exact_partials(limits: &Limits, tree: &Tree) -> usize {
+    row_tiles(limits, tree.rows) * exact_splits(limits.prefix + limits.rows_per_request)
 }
 
 /// Splits of a row at position `tokens - 1`: 128 tokens each up to 8192, then 32 an octave. Mirror of `split_of` in schedule.cuh.
