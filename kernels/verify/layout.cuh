@@ -30,6 +30,7 @@ struct Layout {
   static constexpr int kMTiles = kRows == 16 ? 1 : 2;             // m16 tiles of a quad's rows
   static constexpr int kOctets = 2 * kMTiles;                     // groups of 8 rows: what a warp does softmax for
   static constexpr bool kKeepOwn = kOctets == 4;                  // every warp has an octet; its part of that octet's scores stays put
+  static constexpr int kBatchTiles = kRows == 16 ? 4 : 1;         // tiles whose scores and probabilities are there at once
   static constexpr int kSources = kKeepOwn ? 3 : 4;               // partial scores that arrive through shared memory
 };
 
@@ -38,8 +39,8 @@ template <int kRows>
 struct alignas(16) QuadShared {
   // Queries of the steps that are not in registers (rope columns first), as the registers of a thread would hold them.
   uint4 query[Layout<kRows>::kSharedSteps][Layout<kRows>::kMTiles][128];
-  // P of a tile, in 8x8 matrices: tokens 0 to 7, 8 to 15.
-  uint32_t probabilities[2][Layout<kRows>::kOctets][32];
+  // P of a tile (at 16 rows of up to four), in 8x8 matrices: tokens 0 to 7, 8 to 15.
+  uint32_t probabilities[2 * Layout<kRows>::kBatchTiles][Layout<kRows>::kOctets][32];
   float rescale[2][8 * Layout<kRows>::kOctets];    // what a row's O is multiplied by before that tile
   float inverse[8 * Layout<kRows>::kOctets];       // 1 / weight at the end of a piece
   float2 sums[128];                                // a thread's sum of probabilities, and of them as rounded to bf16
@@ -80,7 +81,7 @@ template <int kRows>
 struct Shared : Head {
   alignas(1024) uint8_t ring[kStages][kTileBytes];  // aligned to the period of the swizzle
   // Partial scores: of every octet of rows, by source, tokens 0 to 7 and 8 to 15, two a lane. Aligned to 1024 bytes.
-  float2 exchange[Layout<kRows>::kQuads][Layout<kRows>::kSources][2][Layout<kRows>::kOctets][32];
+  float2 exchange[Layout<kRows>::kQuads][Layout<kRows>::kBatchTiles * Layout<kRows>::kSources][2][Layout<kRows>::kOctets][32];
   QuadShared<kRows> quads[Layout<kRows>::kQuads];
   int info[kDescs];                                // kind | valid or draft tile << 8 | draft row << 16
 };

@@ -4,7 +4,7 @@
 #pragma once
 #include "schedule.cuh"
 
-constexpr int kFewTiles = 20;                       // a block; at more, row tiles of 32 are faster than of 16
+constexpr int kFewTiles = 40;                       // a block; at more, row tiles of 32 are faster than of 16
 
 // The plan of up to 32 requests: lane r of each warp holds request r. All lanes must ask together.
 struct WarpPlan {

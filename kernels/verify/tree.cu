@@ -19,7 +19,7 @@
   }
 
 // What src/device/cuda/verify.rs reserves.
-static_assert(sizeof(Shared<16>) <= 86016 && sizeof(Shared<32>) <= 98304 && sizeof(Shared<64>) <= 101376);
+static_assert(sizeof(Shared<16>) <= 98304 && sizeof(Shared<32>) <= 98304 && sizeof(Shared<64>) <= 101376);
 
 __device__ __forceinline__ Head& head() {
   extern __shared__ __align__(1024) uint8_t raw[];

@@ -363,6 +363,104 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     if (here().lane == 0) mbarrier_arrive(smem_addr(&sm.empty[tile & (kStages - 1)]));
   };
 
+  // 16 rows, fast: up to four tiles between two barriers, for a launch of few tiles is a chain of latencies. A warp does the softmax of four
+  // rows: lane = token quad in a half + 2 row + 8 half + 16 (tile % 2), two tiles a lane.
+  constexpr bool kBatched = kJoins && L::kBatchTiles > 1;
+  float sum_l = 0.0f, sum_weight = 0.0f;            // of this lane's tokens
+  constexpr uint32_t kSlotBytes = L::kSources * kSourceBytes;
+  auto batch_scores = [&](int one, int other, uint32_t to) {
+    mbarrier_wait(smem_addr(&sm.full[one & (kStages - 1)]), (one / kStages) & 1);
+    mbarrier_wait(smem_addr(&sm.full[other & (kStages - 1)]), (other / kStages) & 1);
+    const uint32_t apart = stage_of(other) - stage_of(one), rope = stage_of(one) + my.rope_at[here().in_quad()];
+    uint32_t at = stage_of(one) + keys_at();
+    float c[2][2][4] = {};
+    load_16(a[0], smem_addr(&my.query[0][0][here().in_quad()]));
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      uint32_t k0[4], k1[4];
+      turn(at, n);
+      const uint32_t from = n < 8 ? at + 512 * (n % 2) : rope;
+      ldmatrix_x4(k0, from), ldmatrix_x4(k1, from + apart);
+      const uint32_t(&rows)[4] = n < 8 ? q[0][kOrder[n % 8]] : a[0];
+      mma(c[0][0], rows, k0[0], k0[1]), mma(c[0][1], rows, k0[2], k0[3]);
+      mma(c[1][0], rows, k1[0], k1[1]), mma(c[1][1], rows, k1[2], k1[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {                   // tile, half, octet
+      const float(&x)[4] = c[i / 4][i / 2 % 2];
+      store_8(to + i / 4 * kSlotBytes + i / 2 % 2 * (kSourceBytes / 2) + i % 2 * 256, x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+    }
+  };
+  auto batch_softmax = [&](int tile, int count) {
+    const Place me = here();
+    const uint32_t row = 4 * me.warp + me.lane / 2 % 4, half = me.lane / 8 % 2, place = half * (kSourceBytes / 2) + row / 8 * 256 + row % 8 * 32 + me.lane % 2 * 16;
+    float x[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int slot = me.lane / 16 + 2 * j;
+      const uint32_t from = smem_addr(sm.exchange[0]) + slot * kSlotBytes + place;
+      uint32_t part[4][4];
+#pragma unroll
+      for (int source = 0; source < 4; ++source) load_16(part[source], from + source * kSourceBytes);
+      uint32_t seen = slot < count ? 15 : 0;
+      const int info = sm.info[(tile + slot) & (kDescs - 1)];
+      if (slot < count && info != kWhole) seen = b.visible(info, row) >> (8 * half + 4 * (me.lane % 2));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        auto of = [&](int source) { return __uint_as_float(part[source][c]); };
+        x[j][c] = seen >> c & 1 ? sum_slices(of(0), of(1), of(2), of(3)) * p.scale_log2 : -INFINITY;
+      }
+    }
+    float top = fmaxf(fmaxf(fmaxf(x[0][0], x[0][1]), fmaxf(x[0][2], x[0][3])), fmaxf(fmaxf(x[1][0], x[1][1]), fmaxf(x[1][2], x[1][3])));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+    const float old = m;
+    m = next_max(old, top);
+    const float f = exp2_fast(old - m);
+    sum_l *= f, sum_weight *= f;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float e[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) e[c] = x[j][c] == -INFINITY ? 0.0f : exp2_end(exp2_begin(x[j][c]), m);
+      const uint32_t lo = pack_bf16(e[0], e[1]), hi = pack_bf16(e[2], e[3]), slot = me.lane / 16 + 2 * j;
+      sum_l += (e[0] + e[1]) + (e[2] + e[3]), sum_weight += sum_bf16(lo) + sum_bf16(hi);
+      *reinterpret_cast<uint2*>(&my.probabilities[2 * slot + half][row / 8][row % 8 * 4 + me.lane % 2 * 2]) = make_uint2(lo, hi);
+    }
+    if ((me.lane & 25) == 0) my.rescale[0][row] = f;
+    if (old != m && old != kNoMax) my.notes[0].x = tile;   // what was accumulated must be rescaled
+  };
+  auto walk_batches = [&](int first, int last) {
+    sum_l = sum_weight = 0.0f;
+#pragma unroll 1
+    for (int tile = first; tile <= last;) {
+      const int left = last - tile + 1, count = left <= L::kBatchTiles ? left : L::kBatchTiles / 2;
+      const uint32_t to = smem_addr(sm.exchange[0]) + here().warp * kSourceBytes + 8 * here().lane;
+#pragma unroll 1
+      for (int i = 0; i < count; i += 2) batch_scores(tile + i, tile + min(i + 1, count - 1), to + i * kSlotBytes);
+      barrier();
+      batch_softmax(tile, count);
+      barrier();
+      if (my.notes[0].x == tile) {
+        const uint32_t lane = here().lane;
+        const float lo = my.rescale[0][lane / 4], hi = my.rescale[0][8 + lane / 4];
+#pragma unroll
+        for (int c = 0; c < 16; ++c) o[0][c][0] *= lo, o[0][c][1] *= lo, o[0][c][2] *= hi, o[0][c][3] *= hi;
+      }
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const uint32_t lane = here().lane;
+        ldmatrix_x4(a[0], smem_addr(&my.probabilities[2 * i + lane / 16][0][4 * (lane % 16)]));
+        uint32_t at = stage_of(tile + i) + values_at();
+#pragma unroll
+        for (int n = 0; n < 8; ++n) values_step(at, n);
+        release(tile + i);
+      }
+      tile += count;
+    }
+  };
+
   // The next piece of work, for the quad. False when there is none.
   auto next_piece = [&]() {
     if (here().warp == 0) {
@@ -411,7 +509,9 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
       if (tile < last() && has_octet()) mask_out(tile + 1), largest(), probabilities(tile + 1, true);
       if (tile + 2 <= last()) scores(tile + 2);
     };
-    if (first() <= last()) {
+    if constexpr (kBatched) {
+      walk_batches(first(), last());
+    } else if (first() <= last()) {
       scores(first());
       for (;;) {
         barrier();
@@ -452,20 +552,23 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
     const int slot = kExact ? item.id : (sm.unit + item.id) * sm.plan.team + sm.member;
     const bool fits = item.direct || slot < p.partials;
     const int64_t partial_row = static_cast<int64_t>(slot) * kRows + 32 * here().template quad_of<L::kQuads>();
-    if (has_octet()) {
+    auto tell = [&](int row, float l, float weight) {
+      my.inverse[row] = weight > 0.0f ? kJoins ? __fdividef(1.0f, weight) : 1.0f / weight : 0.0f;
+      if (!fits || row0 + row >= rows) return;
+      if (item.direct) p.lse[out_row + row] = natural_lse(m, l);
+      else store_shared_by_card(p.partial_ml + partial_row + row, make_float4(m, l, weight, __uint_as_float(kJoins ? sm.launch : 0)));
+    };
+    if constexpr (kBatched) {
+#pragma unroll
+      for (int d : {1, 8, 16}) sum_l += __shfl_xor_sync(~0u, sum_l, d), sum_weight += __shfl_xor_sync(~0u, sum_weight, d);
+      if ((me.lane & 25) == 0) tell(4 * slice + me.lane / 2, sum_l, sum_weight);
+    } else if (has_octet()) {
       auto [l, weight] = my.sums[me.in_quad()];
       l += __shfl_xor_sync(~0u, l, 1);
       l += __shfl_xor_sync(~0u, l, 2);
       weight += __shfl_xor_sync(~0u, weight, 1);
       weight += __shfl_xor_sync(~0u, weight, 2);
-      const int row = 8 * slice + me.lane / 4;
-      if (me.lane % 4 == 0) {
-        my.inverse[row] = weight > 0.0f ? kJoins ? __fdividef(1.0f, weight) : 1.0f / weight : 0.0f;
-        if (fits && row0 + row < rows) {
-          if (item.direct) p.lse[out_row + row] = natural_lse(m, l);
-          else store_shared_by_card(p.partial_ml + partial_row + row, make_float4(m, l, weight, __uint_as_float(kJoins ? sm.launch : 0)));
-        }
-      }
+      if (me.lane % 4 == 0) tell(8 * slice + me.lane / 4, l, weight);
     }
     barrier();
     // Written out in full: O is in registers, which no loop can index.
