@@ -15,8 +15,13 @@ use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 const WIDE_MERGE: usize = 32;
 const MID_MERGE: usize = 1024;
 
-/// Query rows a block of `fast` at most where a launch holds one request only.
-pub const ALONE_ROWS: usize = 32;
+/// Query rows a request takes in a block of `fast`, at most: few requests are a matter of latency, so they take small blocks, and as
+/// many of them as there are (measured, docs/kernel.md).
+pub fn block_rows(requests: usize, rows_and_heads: usize) -> usize {
+    const SMALL: usize = 32;
+    if requests == 1 || requests <= 8 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
+}
+
 /// Number of a `Verify`'s first launch; fresh memory bears 0.
 const FIRST_LAUNCH: u64 = 1;
 
@@ -180,8 +185,7 @@ impl Verify {
         check(&limits)?;
         let of_rows = |wanted: usize| *TREE_SHARED.iter().find(|(rows, _)| *rows >= wanted).unwrap_or(&TREE_SHARED[2]);
         let rows_wanted = limits.rows_per_request * limits.heads;
-        // One request alone is a matter of latency: small blocks, and as many of them as there are.
-        let fast_rows = if limits.batch == 1 { rows_wanted.min(ALONE_ROWS) } else { rows_wanted };
+        let fast_rows = block_rows(limits.batch, rows_wanted);
         let (fast, exact) = (Tree::load(gpu, of_rows(fast_rows), Numerics::Fast)?, Tree::load(gpu, of_rows(rows_wanted), Numerics::Exact)?);
         let merge_module = gpu.module("verify_merge")?;
         let of_fast = fast_partials(&limits, &fast);
@@ -359,6 +363,15 @@ mod tests {
         assert_eq!(exact_splits(16384), 96);
         assert_eq!(exact_splits(262144), 224);
         assert!((1..300_000).step_by(16).is_sorted_by_key(exact_splits));
+    }
+
+    #[test]
+    fn few_requests_take_small_blocks_and_many_take_blocks_that_hold_them() {
+        assert_eq!(block_rows(1, 8), 8);
+        assert_eq!(block_rows(1, 512), 32);
+        assert_eq!(block_rows(8, 128), 32);
+        assert_eq!(block_rows(8, 256), 256);
+        assert_eq!(block_rows(9, 128), 128);
     }
 
     #[test]

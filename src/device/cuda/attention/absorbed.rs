@@ -56,10 +56,10 @@ impl Launchers {
         Ok(Self { heads, by_tile, planted: Planted::new(gpu, limits.requests, limits.verify_rows)? })
     }
 
-    /// The launcher whose tile holds an average request of the bucket; one request alone is a matter of latency and takes small tiles.
+    /// The launcher whose tile holds an average request of the bucket, or less where its requests are few.
     fn of(&self, rows: &CudaRows) -> &verify::Verify {
         let average = (rows.bound * self.heads).div_ceil(rows.group_bound.max(1));
-        let wanted = if rows.group_bound == 1 { average.min(verify::ALONE_ROWS) } else { average };
+        let wanted = verify::block_rows(rows.group_bound, average);
         let fitting = self.by_tile.iter().find(|launcher| launcher.tile_rows() >= wanted);
         fitting.unwrap_or(&self.by_tile[self.by_tile.len() - 1])
     }
