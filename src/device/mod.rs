@@ -399,6 +399,20 @@ pub trait Device: Sized + 'static {
     ) -> Result<()> {
         self.mla_project(weights, shape, input.settle(self, rows)?, rows, latents, layer, q)
     }
+    /// [`Device::mla_project_normed`] of rows whose queries nobody reads: what is in `q` then is nobody's.
+    #[allow(clippy::too_many_arguments)]
+    fn mla_latents_normed(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        input: Residual<'_, Self>,
+        rows: &Self::Rows,
+        latents: &mut Self::Latents,
+        layer: usize,
+        q: &mut Self::Act,
+    ) -> Result<()> {
+        self.mla_project_normed(weights, shape, input, rows, latents, layer, q)
+    }
     /// [`Device::mlp`] of the normed stream.
     fn mlp_normed(&self, weights: &Mlp<Self>, input: Residual<'_, Self>, rows: &Self::Rows, out: &mut Self::Act) -> Result<()> {
         self.mlp(weights, input.settle(self, rows)?, rows, out)
@@ -526,4 +540,12 @@ pub struct RopeTable {
     pub half: usize,
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
+}
+
+impl RopeTable {
+    /// cos and sin at a position.
+    pub fn at(&self, position: u32) -> (&[f32], &[f32]) {
+        let from = position as usize * self.half;
+        (&self.cos[from..from + self.half], &self.sin[from..from + self.half])
+    }
 }

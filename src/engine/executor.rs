@@ -8,7 +8,7 @@ use crate::device::{Admission, Device, DeviceError, HostTree, Limits, Outcome, P
 use crate::engine::contract::{LayerDiff, Sampling, TokenLogprob};
 use crate::engine::options::slots_of_request;
 use crate::model::drafter::Drafter;
-use crate::model::target::{Form, Target};
+use crate::model::target::{Form, Readers, Target};
 use crate::speculate::budget::MAX_ROWS;
 
 /// What the engine tells its ranks to do.
@@ -132,8 +132,8 @@ impl<D: Device> Executor<D> {
     fn prefill(&mut self, chunk: &Chunk) -> Result<()> {
         let Self { device, target, chunk_rows, last_row, latents, .. } = self;
         device.place_chunk(&self.round, chunk.request, chunk.start, &chunk.tokens, chunk_rows)?;
-        let outputs = (chunk.drafts && self.drafter.is_some()) || chunk.logprobs.is_some();
-        target.prefill(device, chunk_rows, latents, outputs, chunk.last.then_some(&mut *last_row))?;
+        let readers = Readers { drafter: chunk.drafts && self.drafter.is_some(), logprobs: chunk.logprobs.is_some() };
+        target.prefill(device, chunk_rows, latents, readers, chunk.last.then_some(&mut *last_row))?;
         if let (Some(drafter), Some(contexts), true) = (&mut self.drafter, &mut self.contexts, chunk.drafts) {
             drafter.extend_context(device, &target.tapped, chunk_rows, contexts)?;
         }

@@ -1,6 +1,8 @@
 //! The target's forward pass, written once for every device: K2.6's MLA layers, one dense MLP, sigmoid-routed experts, the head.
 //! Called by the round for prompt chunks (direct attention) and for draft trees (absorbed attention).
 
+mod prefill;
+
 use std::marker::PhantomData;
 
 use super::config::{LATENT_NORM_EPS, TargetConfig};
@@ -10,6 +12,7 @@ use super::tensor::{Cut, part};
 use super::weights::{Piece, Weights};
 use crate::device::{Device, DeviceError, Limits, MlaProjection, MlaShape, Mlp, Moe, Residual, Result, RopeTable};
 use crate::parallel::Rank;
+pub use prefill::Readers;
 
 impl From<Problem> for DeviceError {
     fn from(problem: Problem) -> Self {
@@ -45,7 +48,7 @@ pub struct Target<D: Device> {
     /// The stream after `project`; `from_attention` is still to be added.
     mid: D::Act,
     normed: D::Act,
-    /// Residual stream and queries of a prompt's last row.
+    /// Residual stream and queries of a prompt's last row, which goes through the last layer on its own.
     last: D::Act,
     last_mid: D::Act,
     last_q: D::Act,
@@ -173,53 +176,6 @@ impl<D: Device> Target<D> {
         self.tap_of(device, self.layers.len() - 1, rows, true)
     }
 
-    /// One chunk of a prompt. `outputs`: somebody reads `x` or `tapped` of these rows (the drafter, log-probabilities of the
-    /// prompt); where nobody does, the last layer only stores latents. `last`: the prompt ends with this chunk; where the device
-    /// can, its last row goes through the last layer on its own, attending in absorbed form like every row that a token is sampled
-    /// from. So the logits of [`Self::head_of_prompt`] are the same whatever else is wanted.
-    pub fn prefill(
-        &mut self,
-        device: &D,
-        rows: &D::Rows,
-        latents: &mut D::Latents,
-        outputs: bool,
-        last: Option<&mut D::Rows>,
-    ) -> Result<()> {
-        let end = self.layers.len() - 1;
-        self.begin(device, rows)?;
-        for index in 0..end {
-            self.project(device, index, rows, latents, index > 0)?;
-            self.finish_layer(device, index, rows, Form::Direct, latents)?;
-        }
-        self.project(device, end, rows, latents, end > 0)?;
-        let (mut alone, among) = if D::LAST_ROW_IS_ROOT { (last, None) } else { (None, last) };
-        if let Some(last) = &mut alone {
-            device.last_row(&self.mid, rows, &mut self.last_mid, last)?;
-            device.last_row(&self.q, rows, &mut self.last_q, last)?;
-        }
-        if outputs || among.is_some() {
-            self.finish_layer(device, end, rows, Form::Direct, latents)?;
-            self.settle(device, rows)?;
-            self.tap_of(device, end, rows, true)?;
-        }
-        if let Some(last) = among {
-            device.last_row(&self.x, rows, &mut self.last, last)?;
-        }
-        if let Some(last) = alone {
-            self.swap_last();
-            self.finish_layer(device, end, last, Form::Absorbed, latents)?;
-            self.settle(device, last)?;
-            self.swap_last();
-        }
-        Ok(())
-    }
-
-    fn swap_last(&mut self) {
-        std::mem::swap(&mut self.x, &mut self.last);
-        std::mem::swap(&mut self.mid, &mut self.last_mid);
-        std::mem::swap(&mut self.q, &mut self.last_q);
-    }
-
     /// The residual stream of the rows' tokens.
     fn begin(&mut self, device: &D, rows: &D::Rows) -> Result<()> {
         device.embed(&self.embed, self.vocab_first, rows, &mut self.x)?;
@@ -228,6 +184,23 @@ impl<D: Device> Target<D> {
 
     /// Queries into `q`, latents into the cache. `pending`: the MLP of the layer before is still to be added to the stream.
     pub fn project(&mut self, device: &D, index: usize, rows: &D::Rows, latents: &mut D::Latents, pending: bool) -> Result<()> {
+        self.project_rows(device, index, rows, latents, pending, true)?;
+        match index {
+            0 => Ok(()),
+            _ => self.tap_of(device, index - 1, rows, false),
+        }
+    }
+
+    /// The same without taps. Where nobody reads the `queries`, the device may leave them out.
+    fn project_rows(
+        &mut self,
+        device: &D,
+        index: usize,
+        rows: &D::Rows,
+        latents: &mut D::Latents,
+        pending: bool,
+        queries: bool,
+    ) -> Result<()> {
         let layer = &self.layers[index];
         let input = Residual {
             x: &self.x,
@@ -237,10 +210,11 @@ impl<D: Device> Target<D> {
             eps: self.eps,
             normed: &mut self.normed,
         };
-        device.mla_project_normed(&layer.projection, self.shape, input, rows, latents, index, &mut self.q)?;
-        match index {
-            0 => Ok(()),
-            _ => self.tap_of(device, index - 1, rows, false),
+        let (projection, shape, q) = (&layer.projection, self.shape, &mut self.q);
+        if queries {
+            device.mla_project_normed(projection, shape, input, rows, latents, index, q)
+        } else {
+            device.mla_latents_normed(projection, shape, input, rows, latents, index, q)
         }
     }
 

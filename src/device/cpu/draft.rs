@@ -46,8 +46,7 @@ impl CpuContexts {
 
 /// Per-head RMSNorm, then half-split rotation.
 fn norm_and_rotate(isa: Isa, shape: GqaShape, x: &[f32], weight: &[f32], rope: &RopeTable, position: u32, out: &mut [f32]) {
-    let at = position as usize * rope.half;
-    let (cos, sin) = (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half]);
+    let (cos, sin) = rope.at(position);
     for (x, out) in x.chunks_exact(shape.head).zip(out.chunks_exact_mut(shape.head)) {
         rms_norm(isa, x, weight, shape.eps, out);
         rope_halves(out, cos, sin);

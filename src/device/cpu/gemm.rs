@@ -2,14 +2,14 @@
 //!
 //! Weights lie in panels of 16 output columns: `panel[k][16]`. A lane is an output column, so each output is one chain of fused
 //! multiply-adds over k = 0, 1, 2 ... whatever the tile, the number of rows or the thread: the sum of a row never depends on which
-//! rows stand beside it. Called by every projection of the CPU device.
-
-use std::cell::Cell;
+//! rows stand beside it. Called by every projection of the CPU device, and by the attention of prompts, whose keys and values lie in
+//! panels too. The kernels are in [`super::tiles`].
 
 use half::bf16;
 
 use super::parallel::{SharedMut, split};
-use super::simd::{Isa, Lanes, WIDTH, dispatch};
+use super::simd::{Isa, WIDTH};
+use super::tiles::{GROUP, TALL, group_product, panel_product};
 
 /// A bf16 matrix `[n, k]` in panels of 16 rows of the original.
 pub struct PanelMatrix {
@@ -47,7 +47,7 @@ impl PanelMatrix {
         self.data.len() * 2
     }
 
-    /// The stored panels, for benches that stream the same bytes.
+    /// The stored panels.
     pub fn raw(&self) -> &[u16] {
         &self.data
     }
@@ -58,14 +58,6 @@ impl PanelMatrix {
     }
 }
 
-/// What becomes of a product.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Into {
-    Overwrite,
-    /// Added to what stands there.
-    Add,
-}
-
 /// Weights of one or more consecutive panels, as bf16 or already widened.
 #[derive(Clone, Copy)]
 pub enum Panels<'a> {
@@ -74,298 +66,114 @@ pub enum Panels<'a> {
 }
 
 impl Panels<'_> {
-    fn len(&self) -> usize {
+    /// Weights.
+    pub fn len(&self) -> usize {
         match self {
             Self::Bf16(w) => w.len(),
             Self::F32(w) => w.len(),
         }
     }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
 }
 
-/// Where row `m` of the result goes: `out[m * stride + column]`.
+/// Where the chain of multiply-adds of an output begins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    Zero,
+    /// At what stands in the output: the first part of the same chain.
+    Standing,
+}
+
+/// Where the 16 columns of panel `n` of row `m` of the result go: to `out[at + m * row + n * panel ..]`.
 #[derive(Clone, Copy)]
 pub struct Target<'a> {
     pub out: SharedMut<'a, f32>,
-    pub stride: usize,
-    pub into: Into,
+    pub at: usize,
+    pub row: usize,
+    pub panel: usize,
+    pub start: Start,
 }
 
-/// `x` rows of width `k` at `stride`, times the matrix, into columns `column..column + n` of `out`, over the pool.
-#[allow(clippy::too_many_arguments)]
-pub fn linear(isa: Isa, x: &[f32], stride: usize, rows: usize, w: &PanelMatrix, out: &mut [f32], out_stride: usize, into: Into) {
+impl<'a> Target<'a> {
+    /// Rows of `row` values, the panels side by side.
+    pub fn rows(out: SharedMut<'a, f32>, row: usize) -> Self {
+        Self { out, at: 0, row, panel: WIDTH, start: Start::Zero }
+    }
+
+    /// The same from element `at` on.
+    pub fn from(self, at: usize) -> Self {
+        Self { at: self.at + at, ..self }
+    }
+
+    /// The same from panel `n` on.
+    pub fn from_panel(self, n: usize) -> Self {
+        self.from(n * self.panel)
+    }
+
+    /// Panics where it has no room for `columns` of `rows` rows.
+    pub fn check(self, rows: usize, columns: usize) {
+        if let (Some(row), Some(column)) = (rows.checked_sub(1), columns.checked_sub(1)) {
+            let last = self.at + row * self.row + column / WIDTH * self.panel + column % WIDTH;
+            assert!(last < self.out.len(), "element {last} outside {}", self.out.len());
+        }
+    }
+
+    /// Panel `n` of row `m`.
+    ///
+    /// # Safety
+    /// Checked to have room for it.
+    #[inline(always)]
+    pub unsafe fn pointer(self, m: usize, n: usize) -> *mut f32 {
+        // SAFETY: inside the slice, says the caller.
+        unsafe { self.out.pointer(self.at + m * self.row + n * self.panel) }
+    }
+}
+
+/// `x` rows of width `k` at `stride`, times the matrix, into the rows of `out`, over the pool.
+pub fn linear(isa: Isa, x: &[f32], stride: usize, rows: usize, w: &PanelMatrix, out: &mut [f32], out_stride: usize) {
     if rows == 0 {
         return;
     }
     assert!(x.len() >= (rows - 1) * stride + w.k, "input of {} for {rows} rows of {} at {stride}", x.len(), w.k);
     let x_rows: Vec<&[f32]> = (0..rows).map(|m| &x[m * stride..m * stride + w.k]).collect();
-    let target = Target { out: SharedMut::new(out), stride: out_stride, into };
+    let target = Target::rows(SharedMut::new(out), out_stride);
     // A piece should be worth a hand-over to another thread: about 32k weights.
     let grain = (32 * 1024 / (w.k * WIDTH * rows.min(8))).max(1);
     split(w.panels(), grain, &|blocks| {
-        matrix_blocks(isa, &x_rows, w, blocks.start, blocks.end, target, 0);
+        matrix_blocks(isa, &x_rows, w, blocks.start, blocks.end, target.from_panel(blocks.start));
     });
 }
 
-/// Panels `first..last` of `w` on this thread; the matrix's column 0 lands in column `column` of the target.
-pub fn matrix_blocks(isa: Isa, x: &[&[f32]], w: &PanelMatrix, first: usize, last: usize, target: Target, column: usize) {
-    if first < last {
-        let panels = Panels::Bf16(&w.data[first * w.k * WIDTH..last * w.k * WIDTH]);
-        let columns = ((last - first) * WIDTH).min(w.n - first * WIDTH);
-        panel_product(isa, x, panels, w.k, last - first, target, column + first * WIDTH, columns);
-    }
-}
+/// Most bytes of rows that meet all panels before the next rows do: a quarter of a core's second cache. All rows of a long chunk
+/// would come from beyond it for every group of panels.
+const ROW_BYTES: usize = 512 << 10;
 
-/// Rows from which panels are widened once for all of them instead of once per tile of rows.
-const MANY: usize = 12;
-
-/// Panels that many rows meet side by side: with 6 rows, 24 sums that fill the registers of AVX-512 beside 4 weights.
-pub const GROUP: usize = 4;
-
-thread_local! {
-    /// A group of widened panels.
-    static WIDE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
-
-dispatch! {
-    /// `count` consecutive panels of depth `k` times all rows of `x`; `columns` of the result are written from `column` on.
-    pub fn panel_product = panel_product_kernel(x: &[&[f32]], panels: Panels<'_>, k: usize, count: usize, target: Target<'_>, column: usize, columns: usize)
-}
-
-#[inline(always)]
-unsafe fn panel_product_kernel<V: Lanes>(
-    x: &[&[f32]],
-    panels: Panels<'_>,
-    k: usize,
-    count: usize,
-    target: Target<'_>,
-    column: usize,
-    columns: usize,
-) {
-    assert!(panels.len() >= count * k * WIDTH && columns <= count * WIDTH && x.iter().all(|row| row.len() >= k));
-    // SAFETY: the panels hold `count * k * 16` weights, every row of x holds k values, and rows of the target at these columns
-    // belong to this call alone.
-    unsafe {
-        match panels {
-            Panels::Bf16(w) if x.len() >= MANY => {
-                let mut wide = WIDE.take();
-                wide.resize(wide.len().max(GROUP * k * WIDTH), 0.0);
-                for at in (0..count).step_by(GROUP) {
-                    let group = GROUP.min(count - at);
-                    widen::<V>(w.as_ptr().add(at * k * WIDTH), group * k, &mut wide);
-                    let left = columns.saturating_sub(at * WIDTH).min(group * WIDTH);
-                    by_groups::<V, f32>(x, wide.as_ptr(), k, group, target, column + at * WIDTH, left);
-                }
-                WIDE.set(wide);
-            }
-            Panels::Bf16(w) => by_count::<V>(x, w.as_ptr(), k, count, target, column, columns),
-            Panels::F32(w) => by_groups::<V, f32>(x, w.as_ptr(), k, count, target, column, columns),
-        }
-    }
-}
-
-dispatch! {
-    /// [`GROUP`] panels that need not be neighbours, times all rows of `x`, side by side into the target from `column` on.
-    pub fn group_product = group_product_kernel(x: &[&[f32]], panels: [Panels<'_>; GROUP], k: usize, target: Target<'_>, column: usize)
-}
-
-#[inline(always)]
-unsafe fn group_product_kernel<V: Lanes>(x: &[&[f32]], panels: [Panels<'_>; GROUP], k: usize, target: Target<'_>, column: usize) {
-    assert!(panels.iter().all(|panel| panel.len() >= k * WIDTH) && x.iter().all(|row| row.len() >= k));
-    let columns = GROUP * WIDTH;
-    // SAFETY: as in `panel_product_kernel`.
-    unsafe {
-        match panels {
-            [Panels::F32(a), Panels::F32(b), Panels::F32(c), Panels::F32(d)] => {
-                rows_of::<V, f32, GROUP>(x, [a, b, c, d].map(<[f32]>::as_ptr), k, target, column, columns);
-            }
-            [Panels::Bf16(a), Panels::Bf16(b), Panels::Bf16(c), Panels::Bf16(d)] if x.len() < MANY => {
-                rows_of::<V, u16, GROUP>(x, [a, b, c, d].map(<[u16]>::as_ptr), k, target, column, columns);
-            }
-            _ => {
-                let mut wide = WIDE.take();
-                wide.resize(wide.len().max(GROUP * k * WIDTH), 0.0);
-                for (panel, wide) in panels.iter().zip(wide.chunks_exact_mut(k * WIDTH)) {
-                    match panel {
-                        Panels::Bf16(w) => widen::<V>(w.as_ptr(), k, wide),
-                        Panels::F32(w) => wide.copy_from_slice(&w[..k * WIDTH]),
-                    }
-                }
-                rows_of::<V, f32, GROUP>(x, neighbours(wide.as_ptr(), k), k, target, column, columns);
-                WIDE.set(wide);
-            }
-        }
-    }
-}
-
-/// `count` rows of 16 bf16 weights as f32.
-#[inline(always)]
-unsafe fn widen<V: Lanes>(from: *const u16, count: usize, to: &mut [f32]) {
-    assert!(to.len() >= count * WIDTH);
-    for at in 0..count {
-        // SAFETY: the caller's panels hold `count * 16` weights, `to` has room for them.
-        unsafe { V::load_bf16(from.add(at * WIDTH)).store(to.as_mut_ptr().add(at * WIDTH)) };
-    }
-}
-
-/// A weight as it is stored. A trait and not a closure: closures would not be compiled for the instruction set of the kernel.
-trait Stored: Copy {
-    /// # Safety
-    /// [`WIDTH`] readable elements and the instruction set of `V`.
-    unsafe fn lanes<V: Lanes>(from: *const Self) -> V;
-}
-
-impl Stored for u16 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(from: *const Self) -> V {
-        // SAFETY: as the trait.
-        unsafe { V::load_bf16(from) }
-    }
-}
-
-impl Stored for f32 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(from: *const Self) -> V {
-        // SAFETY: as the trait.
-        unsafe { V::load(from) }
-    }
-}
-
-/// Few rows of narrow weights: the fewer, the more panels side by side, so that enough sums are under way.
-#[inline(always)]
-unsafe fn by_count<V: Lanes>(x: &[&[f32]], weights: *const u16, k: usize, count: usize, target: Target<'_>, column: usize, columns: usize) {
-    // SAFETY: handed on.
-    unsafe {
-        let mut at = 0;
-        while x.len() == 1 && count - at >= 8 {
-            let left = columns.saturating_sub(at * WIDTH).min(8 * WIDTH);
-            tile::<V, u16, 8, 1>(x, neighbours(weights.add(at * k * WIDTH), k), k, target, 0, column + at * WIDTH, left);
-            at += 8;
-        }
-        by_groups::<V, u16>(x, weights.add(at * k * WIDTH), k, count - at, target, column + at * WIDTH, columns.saturating_sub(at * WIDTH));
-    }
-}
-
-/// Any number of neighbouring panels, four, two or one at a time.
-#[inline(always)]
-unsafe fn by_groups<V: Lanes, S: Stored>(
-    x: &[&[f32]],
-    weights: *const S,
-    k: usize,
-    count: usize,
-    target: Target<'_>,
-    column: usize,
-    columns: usize,
-) {
-    // SAFETY: handed on.
-    unsafe {
-        let mut at = 0;
-        while at < count {
-            let (from, column) = (weights.add(at * k * WIDTH), column + at * WIDTH);
-            let left = columns.saturating_sub(at * WIDTH);
-            if count - at >= GROUP {
-                rows_of::<V, S, GROUP>(x, neighbours(from, k), k, target, column, left.min(GROUP * WIDTH));
-                at += GROUP;
-            } else if count - at >= 2 {
-                rows_of::<V, S, 2>(x, neighbours(from, k), k, target, column, left.min(2 * WIDTH));
-                at += 2;
-            } else {
-                rows_of::<V, S, 1>(x, neighbours(from, k), k, target, column, left.min(WIDTH));
-                at += 1;
-            }
-        }
-    }
-}
-
-/// `N` panels of depth `k`, one behind the other.
-#[inline(always)]
-unsafe fn neighbours<S, const N: usize>(from: *const S, k: usize) -> [*const S; N] {
-    // SAFETY: the caller holds `N` panels from here on.
-    std::array::from_fn(|n| unsafe { from.add(n * k * WIDTH) })
-}
-
-/// All rows against `N` panels, in tiles that fill the registers. Few tile shapes on purpose: each is compiled for every instruction
-/// set.
-#[inline(always)]
-unsafe fn rows_of<V: Lanes, S: Stored, const N: usize>(
-    x: &[&[f32]],
-    weights: [*const S; N],
-    k: usize,
-    target: Target<'_>,
-    column: usize,
-    columns: usize,
-) {
-    let mut m = 0;
-    // SAFETY: handed on.
-    unsafe {
-        while x.len() - m >= 6 {
-            tile::<V, S, N, 6>(x, weights, k, target, m, column, columns);
-            m += 6;
-        }
-        while x.len() - m >= 2 {
-            tile::<V, S, N, 2>(x, weights, k, target, m, column, columns);
-            m += 2;
-        }
-        if m < x.len() {
-            tile::<V, S, N, 1>(x, weights, k, target, m, column, columns);
-        }
-    }
-}
-
-/// `M` rows from `m` on against `N` panels.
-#[inline(always)]
-unsafe fn tile<V: Lanes, S: Stored, const N: usize, const M: usize>(
-    x: &[&[f32]],
-    weights: [*const S; N],
-    k: usize,
-    target: Target<'_>,
-    m: usize,
-    column: usize,
-    columns: usize,
-) {
-    // SAFETY: as `panel_product_kernel` checked.
-    unsafe {
-        let rows: [*const f32; M] = std::array::from_fn(|i| x[m + i].as_ptr());
-        let mut sum = [[V::splat(0.0); N]; M];
-        for at in 0..k {
-            // A loop and not `from_fn`, whose closure may stay a call for the lack of the instruction set.
-            let mut w = [V::splat(0.0); N];
-            for (w, from) in w.iter_mut().zip(weights) {
-                *w = S::lanes(from.add(at * WIDTH));
-            }
-            for (sum, row) in sum.iter_mut().zip(rows) {
-                let x = V::splat(*row.add(at));
-                for (sum, w) in sum.iter_mut().zip(w) {
-                    *sum = x.fma(w, *sum);
-                }
-            }
-        }
-        for (i, sum) in sum.iter().enumerate() {
-            for (n, sum) in sum.iter().enumerate() {
-                let wide = columns.saturating_sub(n * WIDTH).min(WIDTH);
-                finish(*sum, target, m + i, column + n * WIDTH, wide);
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn finish<V: Lanes>(sum: V, target: Target<'_>, row: usize, column: usize, wide: usize) {
-    if wide == 0 {
+/// Panels `first..last` of `w` on this thread, into the target from its first panel on.
+pub fn matrix_blocks(isa: Isa, x: &[&[f32]], w: &PanelMatrix, first: usize, last: usize, target: Target<'_>) {
+    if first == last || x.is_empty() {
         return;
     }
-    // SAFETY: this call owns these columns of the row.
-    unsafe {
-        let out = target.out.range(row * target.stride + column, wide);
-        if wide == WIDTH {
-            let sum = if target.into == Into::Add { V::load(out.as_ptr()).add(sum) } else { sum };
-            sum.store(out.as_mut_ptr());
-            return;
-        }
-        let mut lanes = [0f32; WIDTH];
-        sum.store(lanes.as_mut_ptr());
-        for (out, lane) in out.iter_mut().zip(lanes) {
-            *out = if target.into == Into::Add { *out + lane } else { lane };
-        }
+    let panels = Panels::Bf16(&w.data[first * w.k * WIDTH..last * w.k * WIDTH]);
+    let columns = ((last - first) * WIDTH).min(w.n - first * WIDTH);
+    // Of about one size, so that no block is left with a few rows.
+    let blocks = (x.len() * w.k * size_of::<f32>()).div_ceil(ROW_BYTES);
+    let rows = x.len().div_ceil(blocks).next_multiple_of(TALL);
+    for (at, x) in x.chunks(rows).enumerate() {
+        panel_product(isa, x, panels, w.k, last - first, target.from(at * rows * target.row), columns);
+    }
+}
+
+/// `count` panels of depth `k` that need not be neighbours, `panel(0)`, `panel(1)` and so on.
+pub fn scattered_product<'a>(isa: Isa, x: &[&[f32]], count: usize, panel: &dyn Fn(usize) -> Panels<'a>, k: usize, target: Target<'_>) {
+    let groups = count - count % GROUP;
+    for first in (0..groups).step_by(GROUP) {
+        group_product(isa, x, std::array::from_fn(|n| panel(first + n)), k, target.from_panel(first));
+    }
+    for at in groups..count {
+        panel_product(isa, x, panel(at), k, 1, target.from_panel(at), WIDTH);
     }
 }
 
@@ -385,13 +193,13 @@ mod tests {
 
     fn product(isa: Isa, x: &[f32], rows: usize, w: &PanelMatrix) -> Vec<f32> {
         let mut out = vec![f32::NAN; rows * w.n];
-        linear(isa, x, w.k, rows, w, &mut out, w.n, Into::Overwrite);
+        linear(isa, x, w.k, rows, w, &mut out, w.n);
         out
     }
 
     #[test]
     fn a_row_has_the_same_bits_alone_and_among_others_on_every_instruction_set() {
-        for (n, k) in [(16, 32), (40, 24), (200, 65), (7, 3)] {
+        for (n, k) in [(16, 32), (40, 24), (200, 65), (7, 3), (40, 391)] {
             let weights: Vec<bf16> = numbers(n * k, 1).into_iter().map(bf16::from_f32).collect();
             let w = PanelMatrix::pack(&weights, n, k);
             for rows in [1, 2, 5, 6, 7, 12, 13, 31] {
@@ -423,8 +231,8 @@ mod tests {
                 let panels =
                     std::array::from_fn(|i| if kind == 0 || (kind == 1 && i == 2) { Panels::F32(&wide[i]) } else { w.panel(blocks[i]) });
                 let mut out = vec![f32::NAN; rows * GROUP * WIDTH];
-                let target = Target { out: SharedMut::new(&mut out), stride: GROUP * WIDTH, into: Into::Overwrite };
-                group_product(Isa::detect(), &x_rows, panels, k, target, 0);
+                let target = Target::rows(SharedMut::new(&mut out), GROUP * WIDTH);
+                group_product(Isa::detect(), &x_rows, panels, k, target);
                 for (row, out) in out.chunks_exact(GROUP * WIDTH).enumerate() {
                     for (out, block) in out.chunks_exact(WIDTH).zip(blocks) {
                         assert_eq!(out, &all[row * w.n + block * WIDTH..][..WIDTH], "row {row} of {rows}, panel {block}, kind {kind}");
@@ -435,14 +243,22 @@ mod tests {
     }
 
     #[test]
-    fn adding_adds_once() {
-        let weights: Vec<bf16> = numbers(20 * 8, 3).into_iter().map(bf16::from_f32).collect();
-        let (w, x) = (PanelMatrix::pack(&weights, 20, 8), numbers(3 * 8, 4));
-        let once = product(Isa::detect(), &x, 3, &w);
-        let mut twice = once.clone();
-        linear(Isa::detect(), &x, 8, 3, &w, &mut twice, 20, Into::Add);
-        for (once, twice) in once.iter().zip(&twice) {
-            assert_eq!(once + once, *twice);
+    fn a_chain_that_goes_on_from_its_first_part_has_the_bits_of_one_chain() {
+        let (n, k) = (5 * WIDTH, 90);
+        let weights: Vec<bf16> = numbers(n * k, 3).into_iter().map(bf16::from_f32).collect();
+        let w = PanelMatrix::pack(&weights, n, k);
+        for rows in [1, 3, 20] {
+            let x = numbers(rows * k, 4);
+            let whole = product(Isa::detect(), &x, rows, &w);
+            let mut out = vec![f32::NAN; rows * n];
+            let mut target = Target::rows(SharedMut::new(&mut out), n);
+            for (from, until) in [(0, 40), (40, 41), (41, k)] {
+                let part: Vec<&[f32]> = x.chunks_exact(k).map(|row| &row[from..until]).collect();
+                let panel = |at: usize| Panels::Bf16(&w.raw()[(at * k + from) * WIDTH..(at * k + until) * WIDTH]);
+                scattered_product(Isa::detect(), &part, w.panels(), &panel, until - from, target);
+                target.start = Start::Standing;
+            }
+            assert_eq!(out, whole, "{rows} rows");
         }
     }
 }

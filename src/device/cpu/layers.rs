@@ -42,19 +42,20 @@ unsafe fn swiglu_kernel<V: Lanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
         unsafe {
             let x = V::load(gate.as_ptr().add(at));
             let below = exp(V::splat(0.0).sub(x)).add(V::splat(1.0));
-            let mut lanes = [0f32; WIDTH];
-            let mut divisor = [0f32; WIDTH];
-            x.mul(V::load(up.as_ptr().add(at))).store(lanes.as_mut_ptr());
-            below.store(divisor.as_mut_ptr());
-            for (i, out) in out[at..at + WIDTH].iter_mut().enumerate() {
-                *out = lanes[i] / divisor[i];
-            }
+            x.mul(V::load(up.as_ptr().add(at))).div(below).store(out.as_mut_ptr().add(at));
         }
     }
 }
 
-/// Rotates neighbouring pairs (2i, 2i+1) by the angle of pair i: the target's layout.
-pub fn rope_interleaved(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+dispatch! {
+    /// Rotates neighbouring pairs (2i, 2i+1) by the angle of pair i: the target's layout.
+    pub fn rope_interleaved = rope_interleaved_kernel(x: &mut [f32], cos: &[f32], sin: &[f32])
+}
+
+/// The compiler makes lanes of it; no product is fused in any instruction set.
+#[inline(always)]
+#[allow(clippy::extra_unused_type_parameters, reason = "it names the instruction set")]
+unsafe fn rope_interleaved_kernel<V: Lanes>(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     for ((pair, cos), sin) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
         let (a, b) = (pair[0], pair[1]);
         pair[0] = a * cos - b * sin;

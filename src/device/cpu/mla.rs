@@ -1,4 +1,4 @@
-//! Multi-head latent attention on the CPU: the latent cache, and `kv_b_proj` in the forms that absorbed and direct attention need.
+//! Multi-head latent attention on the CPU: the latent cache, and `kv_b_proj` in the forms that attention needs.
 //! The direct attention of prompt rows is in [`super::prompt`], the absorbed one of draft rows in [`super::verify`].
 
 use half::bf16;
@@ -42,10 +42,10 @@ impl CpuLatents {
 pub struct CpuAbsorbed {
     /// Per head `[latent, nope]`: takes a query's plain part into the latent space (W_UK transposed).
     pub into_latent: Vec<PanelMatrix>,
-    /// Per head `[value, latent]`: takes a latent output to the head's value (W_UV).
+    /// Per head `[value, latent]`: takes a latent output, or a latent, to the head's value (W_UV).
     pub from_latent: Vec<PanelMatrix>,
-    /// Per head `[nope + value, latent]`: expands latents into keys and values.
-    pub expand: Vec<PanelMatrix>,
+    /// Per head `[nope, latent]`, row-major bf16: makes keys of latents (W_UK).
+    pub into_keys: Vec<Vec<u16>>,
 }
 
 impl CpuAbsorbed {
@@ -60,7 +60,9 @@ impl CpuAbsorbed {
                 .clone()
                 .map(|h| PanelMatrix::pack_with(shape.value, shape.latent, |v, c| at(h * per_head + shape.nope + v, c)))
                 .collect(),
-            expand: heads.map(|h| PanelMatrix::pack_with(per_head, shape.latent, |i, c| at(h * per_head + i, c))).collect(),
+            into_keys: heads
+                .map(|h| kv_b.data[h * per_head * shape.latent..][..shape.nope * shape.latent].iter().map(|w| w.to_bits()).collect())
+                .collect(),
         }
     }
 }

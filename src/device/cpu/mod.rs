@@ -13,13 +13,14 @@ pub mod prompt;
 pub mod round;
 pub mod rows;
 pub mod simd;
+pub mod tiles;
 pub mod validate;
 pub mod verify;
 
 use std::cell::RefCell;
 
 use draft::{CpuContexts, DraftArgs};
-use gemm::{Into, PanelMatrix, linear};
+use gemm::{PanelMatrix, linear};
 use mla::{CpuAbsorbed, CpuLatents};
 use moe::{CpuExperts, ExpertMatrix, MoeArgs, MoeScratch, Routes};
 use parallel::{SharedMut, split};
@@ -123,7 +124,59 @@ impl CpuDevice {
     }
 
     fn linear_rows(&self, x: &[f32], stride: usize, rows: usize, w: &PanelMatrix, out: &mut [f32], out_stride: usize) {
-        linear(self.isa, x, stride, rows, w, out, out_stride, Into::Overwrite);
+        linear(self.isa, x, stride, rows, w, out, out_stride);
+    }
+}
+
+impl CpuDevice {
+    /// Queries of every row, rotated.
+    fn queries(&self, weights: &MlaProjection<Self>, shape: MlaShape, h: &CpuAct, rows: &CpuRows, q: &mut CpuAct) {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, rank, width) = (rows.len(), weights.q_a.n, q.width);
+        let low = sized(&mut scratch.wide, n * rank);
+        self.linear_rows(&h.data, h.width, n, &weights.q_a, low, rank);
+        let normed = sized(&mut scratch.normed, n * rank);
+        norm_rows(self.isa, low, &weights.q_a_norm, weights.eps, normed);
+        self.linear_rows(normed, rank, n, &weights.q_b, &mut q.data, width);
+        let (isa, rope, queries) = (self.isa, &self.rope, SharedMut::new(&mut q.data));
+        split(n, 32, &|range| {
+            for row in range {
+                let (cos, sin) = rope.at(rows.positions[row]);
+                // SAFETY: rows are disjoint.
+                let q = unsafe { queries.range(row * width, width) };
+                for head in q.chunks_exact_mut(shape.query_width()) {
+                    layers::rope_interleaved(isa, &mut head[shape.nope..], cos, sin);
+                }
+            }
+        });
+    }
+
+    /// The rows' latents into the cache: `[normed latent ; rotated key]`.
+    fn store_latents(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        h: &CpuAct,
+        rows: &CpuRows,
+        latents: &mut CpuLatents,
+        layer: usize,
+    ) {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, wide) = (rows.len(), shape.cache_width());
+        let latent = sized(&mut scratch.latent, n * wide);
+        self.linear_rows(&h.data, h.width, n, &weights.kv_a, latent, wide);
+        let (isa, rope, latent, cache) = (self.isa, &self.rope, &*latent, SharedMut::new(&mut latents.layers[layer]));
+        split(n, 32, &|range| {
+            for row in range {
+                let (cos, sin) = rope.at(rows.positions[row]);
+                let latent = &latent[row * wide..(row + 1) * wide];
+                // SAFETY: rows have slots of their own.
+                let to = unsafe { cache.range(rows.slots[row] as usize * wide, wide) };
+                layers::rms_norm(isa, &latent[..shape.latent], &weights.kv_a_norm, weights.eps, &mut to[..shape.latent]);
+                to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
+                layers::rope_interleaved(isa, &mut to[shape.latent..], cos, sin);
+            }
+        });
     }
 }
 
@@ -335,34 +388,22 @@ impl Device for CpuDevice {
         layer: usize,
         q: &mut CpuAct,
     ) -> Result<()> {
-        let scratch = &mut *self.scratch.borrow_mut();
-        let (n, rank, wide) = (rows.len(), weights.q_a.n, shape.cache_width());
-        let low = sized(&mut scratch.wide, n * rank);
-        self.linear_rows(&h.data, h.width, n, &weights.q_a, low, rank);
-        let normed = sized(&mut scratch.normed, n * rank);
-        norm_rows(self.isa, low, &weights.q_a_norm, weights.eps, normed);
-        let q_width = q.width;
-        self.linear_rows(normed, rank, n, &weights.q_b, &mut q.data, q_width);
-        let latent = sized(&mut scratch.latent, n * wide);
-        self.linear_rows(&h.data, h.width, n, &weights.kv_a, latent, wide);
-        let (isa, rope, latent) = (self.isa, &self.rope, &*latent);
-        let (kv_a_norm, eps) = (&weights.kv_a_norm, weights.eps);
-        let (queries, cache) = (SharedMut::new(&mut q.data), SharedMut::new(&mut latents.layers[layer]));
-        split(n, 32, &|range| {
-            for row in range {
-                let at = rows.positions[row] as usize * rope.half;
-                let (cos, sin) = (&rope.cos[at..at + rope.half], &rope.sin[at..at + rope.half]);
-                let latent = &latent[row * wide..(row + 1) * wide];
-                // SAFETY: rows are disjoint, and so are their slots.
-                let (q, to) = unsafe { (queries.range(row * q_width, q_width), cache.range(rows.slots[row] as usize * wide, wide)) };
-                for head in q.chunks_exact_mut(shape.query_width()) {
-                    layers::rope_interleaved(&mut head[shape.nope..], cos, sin);
-                }
-                layers::rms_norm(isa, &latent[..shape.latent], kv_a_norm, eps, &mut to[..shape.latent]);
-                to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
-                layers::rope_interleaved(&mut to[shape.latent..], cos, sin);
-            }
-        });
+        self.store_latents(weights, shape, h, rows, latents, layer);
+        self.queries(weights, shape, h, rows, q);
+        Ok(())
+    }
+
+    fn mla_latents_normed(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        input: Residual<'_, Self>,
+        rows: &CpuRows,
+        latents: &mut CpuLatents,
+        layer: usize,
+        _q: &mut CpuAct,
+    ) -> Result<()> {
+        self.store_latents(weights, shape, input.settle(self, rows)?, rows, latents, layer);
         Ok(())
     }
 

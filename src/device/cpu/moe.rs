@@ -4,12 +4,14 @@
 //! times the scaling factor. The shared expert is added unscaled.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
-use super::gemm::{GROUP, Into, PanelMatrix, Panels, Target, group_product, linear, matrix_blocks, panel_product};
+use super::gemm::{PanelMatrix, Panels, Target, linear, matrix_blocks, scattered_product};
 use super::int4::Int4Matrix;
 use super::layers::swiglu;
 use super::parallel::{SharedMut, split, split_fine};
-use super::simd::{Isa, WIDTH};
+use super::simd::{Isa, Lanes, WIDTH, dispatch};
+use super::tiles::GROUP;
 
 /// Routed experts of one layer: gate stacked above up, and down.
 pub struct CpuExperts {
@@ -33,7 +35,7 @@ impl ExpertMatrix {
         }
     }
 
-    /// Panels `blocks` (at most [`GROUP`]) times the rows of `x`, side by side into the target from its column 0 on.
+    /// Panels `blocks` (at most [`GROUP`]) times the rows of `x`, one after the other into the target from its first panel on.
     fn product(&self, isa: Isa, x: &[&[f32]], blocks: &[usize], unpacked: &mut Vec<f32>, target: Target<'_>) {
         match self {
             Self::Int4(matrix) => {
@@ -42,20 +44,10 @@ impl ExpertMatrix {
                 for (panel, &block) in unpacked.chunks_exact_mut(size).zip(blocks) {
                     matrix.unpack(isa, block, panel);
                 }
-                product(isa, x, blocks, &|at| Panels::F32(&unpacked[at * size..(at + 1) * size]), matrix.k, target);
+                scattered_product(isa, x, blocks.len(), &|at| Panels::F32(&unpacked[at * size..(at + 1) * size]), matrix.k, target);
             }
-            Self::Bf16(matrix) => product(isa, x, blocks, &|at| matrix.panel(blocks[at]), matrix.k, target),
+            Self::Bf16(matrix) => scattered_product(isa, x, blocks.len(), &|at| matrix.panel(blocks[at]), matrix.k, target),
         }
-    }
-}
-
-/// `panel(i)` stands for `blocks[i]`.
-fn product<'a>(isa: Isa, x: &[&[f32]], blocks: &[usize], panel: &dyn Fn(usize) -> Panels<'a>, k: usize, target: Target<'_>) {
-    if blocks.len() == GROUP {
-        return group_product(isa, x, std::array::from_fn(panel), k, target, 0);
-    }
-    for at in 0..blocks.len() {
-        panel_product(isa, x, panel(at), k, 1, target, at * WIDTH, WIDTH);
     }
 }
 
@@ -72,12 +64,50 @@ pub struct Routes {
 pub struct MoeScratch {
     gates: Vec<f32>,
     pub routes: Routes,
-    /// For every expert the places (row * top_k + choice) that chose it.
-    places: Vec<Vec<u32>>,
+    places: Places,
     /// `silu(gate) * up` of every place, then of every row for the shared expert.
     inner: Vec<f32>,
     /// Output of every place.
     outer: Vec<f32>,
+}
+
+/// A place for every choice of every row, those of one expert side by side.
+#[derive(Default)]
+struct Places {
+    /// First place of every expert, and the end of the last.
+    starts: Vec<u32>,
+    /// Row of every place.
+    rows: Vec<u32>,
+    /// Place of choice `row * top_k + choice`.
+    of_choice: Vec<u32>,
+}
+
+impl Places {
+    /// Counting sort: within an expert the places keep the order of the rows.
+    fn sort(&mut self, routes: &Routes, experts: usize) {
+        self.starts.clear();
+        self.starts.resize(experts + 1, 0);
+        for &expert in &routes.ids {
+            self.starts[expert as usize + 1] += 1;
+        }
+        for expert in 0..experts {
+            self.starts[expert + 1] += self.starts[expert];
+        }
+        self.rows.resize(routes.ids.len(), 0);
+        self.of_choice.resize(routes.ids.len(), 0);
+        let mut next = self.starts.clone();
+        for (choice, &expert) in routes.ids.iter().enumerate() {
+            let place = &mut next[expert as usize];
+            self.rows[*place as usize] = (choice / routes.top_k) as u32;
+            self.of_choice[choice] = *place;
+            *place += 1;
+        }
+    }
+
+    /// The places of an expert.
+    fn of(&self, expert: usize) -> Range<usize> {
+        self.starts[expert] as usize..self.starts[expert + 1] as usize
+    }
 }
 
 thread_local! {
@@ -99,24 +129,21 @@ pub struct MoeArgs<'a> {
 pub fn moe(isa: Isa, args: &MoeArgs<'_>, z: &[f32], hidden: usize, rows: usize, scratch: &mut MoeScratch, out: &mut [f32]) {
     let experts = args.router.n;
     scratch.gates.resize(rows * experts, 0.0);
-    linear(isa, z, hidden, rows, args.router, &mut scratch.gates, experts, Into::Overwrite);
+    linear(isa, z, hidden, rows, args.router, &mut scratch.gates, experts);
     route(&scratch.gates, args.bias, args.top_k, args.scaling, &mut scratch.routes);
-    scratch.places.resize_with(experts, Vec::new);
-    scratch.places.iter_mut().for_each(Vec::clear);
-    for (place, &expert) in scratch.routes.ids.iter().enumerate() {
-        scratch.places[expert as usize].push(place as u32);
-    }
+    scratch.places.sort(&scratch.routes, experts);
     let places = rows * args.top_k;
     let inner = args.experts.gate_up.first().map_or(0, |m| m.n() / 2).max(1);
     let shared_inner = args.shared_down.k;
-    scratch.inner.resize(places * inner + rows * shared_inner, 0.0);
-    scratch.outer.resize(places * hidden, 0.0);
+    let (inner_len, outer_len) = (places * inner + rows * shared_inner, places * hidden);
+    scratch.inner.resize(scratch.inner.len().max(inner_len), 0.0);
+    scratch.outer.resize(scratch.outer.len().max(outer_len), 0.0);
 
     let x_rows: Vec<&[f32]> = (0..rows).map(|row| &z[row * hidden..(row + 1) * hidden]).collect();
-    let active: Vec<usize> = (0..experts).filter(|&e| !scratch.places[e].is_empty()).collect();
+    let active: Vec<usize> = (0..experts).filter(|&e| !scratch.places.of(e).is_empty()).collect();
     up_stage(isa, args, &x_rows, &active, &scratch.places, inner, places, &mut scratch.inner);
     down_stage(isa, args, &active, &scratch.places, inner, places, hidden, rows, &scratch.inner, &mut scratch.outer, out);
-    combine(&scratch.routes, &scratch.outer, hidden, rows, out);
+    combine(isa, &scratch.routes, &scratch.places, &scratch.outer, hidden, rows, out);
 }
 
 /// First stage: gate and up of every active expert for its rows, and of the shared expert for all rows, then SwiGLU.
@@ -126,7 +153,7 @@ fn up_stage(
     args: &MoeArgs<'_>,
     x: &[&[f32]],
     active: &[usize],
-    places: &[Vec<u32>],
+    places: &Places,
     inner: usize,
     all_places: usize,
     out: &mut [f32],
@@ -140,9 +167,10 @@ fn up_stage(
             for item in range {
                 if item < active.len() * steps {
                     let (expert, block) = (active[item / steps], item % steps * UP_BLOCKS);
-                    let rows: Vec<&[f32]> = places[expert].iter().map(|&place| x[place as usize / args.top_k]).collect();
+                    let own = places.of(expert);
+                    let rows: Vec<&[f32]> = places.rows[own.clone()].iter().map(|&row| x[row as usize]).collect();
                     let weights = GateUp::Expert(&args.experts.gate_up[expert], unpacked);
-                    let to = |i: usize| places[expert][i] as usize * inner + block * WIDTH;
+                    let to = |i: usize| (own.start + i) * inner + block * WIDTH;
                     gate_up_blocks(isa, &rows, weights, block..blocks.min(block + UP_BLOCKS), blocks, sums, &|i, wide| {
                         // SAFETY: this item alone writes these columns of these places.
                         unsafe { shared.range(to(i), wide) }
@@ -175,7 +203,7 @@ fn gate_up_blocks<'o>(
     isa: Isa,
     rows: &[&[f32]],
     weights: GateUp<'_>,
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
     blocks: usize,
     sums: &mut Vec<f32>,
     out: &impl Fn(usize, usize) -> &'o mut [f32],
@@ -183,10 +211,10 @@ fn gate_up_blocks<'o>(
     let wide = range.len() * WIDTH;
     let panels: Vec<usize> = range.clone().chain(range.map(|block| block + blocks)).collect();
     sums.resize(sums.len().max(rows.len() * 2 * wide), 0.0);
-    let target = Target { out: SharedMut::new(sums), stride: 2 * wide, into: Into::Overwrite };
+    let target = Target::rows(SharedMut::new(sums), 2 * wide);
     match weights {
         GateUp::Expert(matrix, unpacked) => matrix.product(isa, rows, &panels, unpacked, target),
-        GateUp::Shared(matrix) => product(isa, rows, &panels, &|at| matrix.panel(panels[at]), matrix.k, target),
+        GateUp::Shared(matrix) => scattered_product(isa, rows, panels.len(), &|at| matrix.panel(panels[at]), matrix.k, target),
     }
     for (i, sums) in sums.chunks_exact(2 * wide).take(rows.len()).enumerate() {
         swiglu(isa, &sums[..wide], &sums[wide..], out(i, wide));
@@ -199,7 +227,7 @@ fn down_stage(
     isa: Isa,
     args: &MoeArgs<'_>,
     active: &[usize],
-    places: &[Vec<u32>],
+    places: &Places,
     inner: usize,
     all_places: usize,
     hidden: usize,
@@ -213,24 +241,19 @@ fn down_stage(
     let (outer, out) = (SharedMut::new(outer), SharedMut::new(out));
     let shared_rows: Vec<&[f32]> = (0..rows).map(|row| &values[all_places * inner + row * shared_inner..][..shared_inner]).collect();
     split_fine(active.len() * steps + steps, 2, &|range| {
-        PANEL.with_borrow_mut(|(unpacked, sums)| {
+        PANEL.with_borrow_mut(|(unpacked, _)| {
             for item in range {
                 let first = item % steps * GROUP;
                 let group: Vec<usize> = (first..blocks.min(first + GROUP)).collect();
-                let wide = group.len() * WIDTH;
                 if item < active.len() * steps {
                     let expert = active[item / steps];
-                    let x: Vec<&[f32]> = places[expert].iter().map(|&place| &values[place as usize * inner..][..inner]).collect();
-                    sums.resize(sums.len().max(x.len() * wide), 0.0);
-                    let target = Target { out: SharedMut::new(sums), stride: wide, into: Into::Overwrite };
+                    let own = places.of(expert);
+                    let x: Vec<&[f32]> = values[own.start * inner..own.end * inner].chunks_exact(inner).collect();
+                    let target = Target::rows(outer, hidden).from(own.start * hidden).from_panel(first);
                     args.experts.down[expert].product(isa, &x, &group, unpacked, target);
-                    for (sums, &place) in sums.chunks_exact(wide).zip(&places[expert]) {
-                        // SAFETY: this item alone writes these columns of these places.
-                        unsafe { outer.range(place as usize * hidden + first * WIDTH, wide) }.copy_from_slice(sums);
-                    }
                 } else {
-                    let target = Target { out, stride: hidden, into: Into::Overwrite };
-                    matrix_blocks(isa, &shared_rows, args.shared_down, first, first + group.len(), target, 0);
+                    let target = Target::rows(out, hidden).from_panel(first);
+                    matrix_blocks(isa, &shared_rows, args.shared_down, first, first + group.len(), target);
                 }
             }
         });
@@ -238,21 +261,37 @@ fn down_stage(
 }
 
 /// Adds the weighted expert outputs of each row, in the order of its choice, to the shared expert's.
-fn combine(routes: &Routes, outer: &[f32], hidden: usize, rows: usize, out: &mut [f32]) {
+fn combine(isa: Isa, routes: &Routes, places: &Places, outer: &[f32], hidden: usize, rows: usize, out: &mut [f32]) {
     let shared = SharedMut::new(out);
     split_fine(rows, 8, &|range| {
         for row in range {
             // SAFETY: rows are disjoint.
             let out = unsafe { shared.range(row * hidden, hidden) };
-            for choice in 0..routes.top_k {
-                let place = row * routes.top_k + choice;
-                let weight = routes.weights[place];
-                for (out, value) in out.iter_mut().zip(&outer[place * hidden..(place + 1) * hidden]) {
-                    *out += weight * value;
-                }
-            }
+            let choices = row * routes.top_k..(row + 1) * routes.top_k;
+            add_weighted(isa, &routes.weights[choices.clone()], &places.of_choice[choices], outer, out);
         }
     });
+}
+
+dispatch! {
+    /// `out += weights[i] * rows[at[i]]`, one after the other; rows as wide as `out`, a multiple of 16.
+    fn add_weighted = add_weighted_kernel(weights: &[f32], at: &[u32], rows: &[f32], out: &mut [f32])
+}
+
+#[inline(always)]
+unsafe fn add_weighted_kernel<V: Lanes>(weights: &[f32], at: &[u32], rows: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    assert!(width.is_multiple_of(WIDTH) && at.iter().all(|&row| rows.len() >= (row as usize + 1) * width));
+    for (column, out) in out.chunks_exact_mut(WIDTH).enumerate() {
+        // SAFETY: 16 lanes of `out` and of every row.
+        unsafe {
+            let mut sum = V::load(out.as_ptr());
+            for (&weight, &row) in weights.iter().zip(at) {
+                sum = sum.add(V::splat(weight).mul(V::load(rows.as_ptr().add(row as usize * width + column * WIDTH))));
+            }
+            sum.store(out.as_mut_ptr());
+        }
+    }
 }
 
 /// Chooses experts from router logits `[rows, experts]`.
@@ -287,4 +326,21 @@ pub fn route(gates: &[f32], bias: &[f32], top_k: usize, scaling: f32, routes: &m
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_of_an_expert_lie_together_in_the_order_of_their_rows() {
+        let routes = Routes { top_k: 2, ids: vec![3, 0, 0, 2, 3, 2], weights: vec![0.5; 6] };
+        let mut places = Places::default();
+        for _ in 0..2 {
+            places.sort(&routes, 4);
+        }
+        assert_eq!((0..4).map(|expert| places.of(expert)).collect::<Vec<_>>(), [0..2, 2..2, 2..4, 4..6]);
+        assert_eq!(places.rows, [0, 1, 1, 2, 0, 2]);
+        assert_eq!(places.of_choice, [4, 0, 1, 2, 5, 3]);
+    }
 }

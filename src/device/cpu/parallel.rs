@@ -57,6 +57,21 @@ impl<'a, T> SharedMut<'a, T> {
         Self { data: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
+    #[allow(clippy::len_without_is_empty, reason = "nobody asks")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where element `at` lies.
+    ///
+    /// # Safety
+    /// `at` is inside the slice, and no two threads may use the same element.
+    #[inline(always)]
+    pub unsafe fn pointer(&self, at: usize) -> *mut T {
+        // SAFETY: in bounds, says the caller.
+        unsafe { self.data.add(at) }
+    }
+
     /// `len` elements from `start`.
     ///
     /// # Safety

@@ -6,20 +6,22 @@
 //! depends on the tokens up to itself alone: not on chunks, on tiles or on what is kept.
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use super::attend::softmax;
-use super::gemm::{GROUP, Into, Panels, Target, group_product, matrix_blocks, panel_product};
+use super::gemm::{Panels, Start, Target, scattered_product};
 use super::mla::{CpuAbsorbed, CpuLatents};
-use super::parallel::{SharedMut, split_fine};
+use super::parallel::{SharedMut, split, split_fine};
 use super::rows::CpuRows;
-use super::simd::{Isa, WIDTH};
+use super::simd::{Isa, Lanes, WIDTH, dispatch};
+use super::tiles::{panel_product, widen};
 use crate::device::MlaShape;
 
 /// Query rows that one task carries.
 const TILE: usize = 24;
 
-/// Tokens that one task expands; a multiple of [`WIDTH`].
-const EXPAND: usize = 128;
+/// Tokens that one task expands, and whose values lie together; a multiple of [`WIDTH`].
+const BLOCK: usize = 128;
 
 /// Most bytes of expanded keys and values that are kept between chunks. What does not fit is expanded anew for every chunk, the
 /// last layers first.
@@ -32,7 +34,7 @@ struct Expanded {
     slots: Vec<u32>,
     /// Per head panels of 16 tokens: `[tokens / 16][nope + rope][16]`.
     keys: Vec<Vec<f32>>,
-    /// Per head and 16 columns: `[tokens][16]`.
+    /// Per head blocks of [`BLOCK`] tokens in panels of 16 columns: `[tokens / BLOCK][value / 16][BLOCK][16]`.
     values: Vec<Vec<f32>>,
 }
 
@@ -43,7 +45,8 @@ pub struct PromptCache {
     kept: Vec<Expanded>,
     /// One layer's, where there is no room to keep it.
     passing: Expanded,
-    latents: Vec<f32>,
+    /// Latents in panels, while they are expanded.
+    panels: Vec<f32>,
     limit: usize,
 }
 
@@ -56,7 +59,7 @@ impl Default for PromptCache {
 impl PromptCache {
     /// Keeps at most `limit` bytes between chunks.
     fn with_limit(limit: usize) -> Self {
-        Self { request: None, kept: Vec::new(), passing: Expanded::default(), latents: Vec::new(), limit }
+        Self { request: None, kept: Vec::new(), passing: Expanded::default(), panels: Vec::new(), limit }
     }
 
     /// The request begins or ends, or its prompt is read: nothing of it is of use any more.
@@ -97,16 +100,25 @@ impl PromptCache {
             expanded.slots.clear();
         }
         expanded.slots.truncate(prefix);
-        expanded.append(isa, weights, shape, &slots[expanded.slots.len()..], cache, layer, &mut self.latents);
+        expanded.append(isa, weights, shape, &slots[expanded.slots.len()..], cache, layer, &mut self.panels);
         expanded
     }
 }
 
 thread_local! {
-    /// This thread's `[tokens][nope + value]` while it expands.
-    static PRODUCT: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-    /// Attention weights and outputs of this thread's tile.
+    /// This thread's attention weights and outputs of a tile.
     static TILES: Cell<(Vec<f32>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
+    /// The W_UK and W_UV of the head that this thread expands.
+    static WEIGHTS: Cell<(Vec<f32>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
+}
+
+/// Latents of consecutive tokens from a panel's border on, as the weights of a product that gives keys.
+struct Latents<'a> {
+    shape: MlaShape,
+    first: usize,
+    rows: Vec<&'a [f32]>,
+    /// `[tokens / 16][latent + rope][16]`.
+    panels: &'a [f32],
 }
 
 impl Expanded {
@@ -120,64 +132,114 @@ impl Expanded {
         slots: &[u32],
         cache: &CpuLatents,
         layer: usize,
-        latents: &mut Vec<f32>,
+        panels: &mut Vec<f32>,
     ) {
-        let (first, width) = (self.slots.len(), shape.cache_width());
+        // A panel begun by the chunk before is expanded again as a whole, to the same bits.
+        let first = self.slots.len() / WIDTH * WIDTH;
         self.slots.extend_from_slice(slots);
+        self.grow(shape);
         let tokens = self.slots.len();
-        self.keys.resize_with(shape.heads, Vec::new);
-        self.keys.iter_mut().for_each(|keys| keys.resize(tokens.next_multiple_of(WIDTH) * shape.query_width(), 0.0));
-        self.values.resize_with(shape.heads * shape.value / WIDTH, Vec::new);
-        self.values.iter_mut().for_each(|values| values.resize(tokens * WIDTH, 0.0));
-        latents.resize(latents.len().max(slots.len() * width), 0.0);
-        for (to, &slot) in latents.chunks_exact_mut(width).zip(slots) {
-            to.copy_from_slice(cache.row(layer, slot));
-        }
+        let rows: Vec<&[f32]> = self.slots[first..].iter().map(|&slot| cache.row(layer, slot)).collect();
+        let latents = Latents { shape, first, panels: into_panels(isa, &rows, shape.cache_width(), panels), rows };
         let keys: Vec<SharedMut<'_, f32>> = self.keys.iter_mut().map(|keys| SharedMut::new(keys)).collect();
         let values: Vec<SharedMut<'_, f32>> = self.values.iter_mut().map(|values| SharedMut::new(values)).collect();
-        // Pieces are cut where panels of keys are, so that no two write the same panel.
-        let pieces = (tokens.div_ceil(EXPAND)) - first / EXPAND;
-        split_fine(shape.heads * pieces, 1, &|range| {
-            let mut product = PRODUCT.take();
-            for item in range {
-                let (head, piece) = (item / pieces, first / EXPAND + item % pieces);
-                let (from, until) = (first.max(piece * EXPAND), tokens.min((piece + 1) * EXPAND));
-                let rows: Vec<&[f32]> = (from..until).map(|t| &latents[(t - first) * width..][..width]).collect();
-                let columns = head * shape.value / WIDTH..(head + 1) * shape.value / WIDTH;
-                expand_piece(isa, &weights.expand[head], shape, from, &rows, &mut product, keys[head], &values[columns]);
+        let (first, blocks) = (first / BLOCK, tokens.div_ceil(BLOCK) - first / BLOCK);
+        split_fine(shape.heads * blocks, 1, &|range| {
+            let (mut w_uk, mut w_uv) = WEIGHTS.take();
+            for item in range.clone() {
+                let (head, block) = (item / blocks, first + item % blocks);
+                if item == range.start || block == first {
+                    widened(isa, &weights.into_keys[head], &mut w_uk);
+                    widened(isa, weights.from_latent[head].raw(), &mut w_uv);
+                }
+                latents.keys_of_block(isa, &w_uk, block, keys[head]);
+                latents.values_of_block(isa, &w_uv, block, values[head]);
             }
-            PRODUCT.set(product);
+            WEIGHTS.set((w_uk, w_uv));
         });
+    }
+
+    /// Room for all slots. Never shrinks: what is written before it is read need not be cleared again.
+    fn grow(&mut self, shape: MlaShape) {
+        let tokens = self.slots.len().next_multiple_of(BLOCK);
+        for (all, width) in [(&mut self.keys, shape.query_width()), (&mut self.values, shape.value)] {
+            all.resize_with(shape.heads, Vec::new);
+            all.iter_mut().for_each(|head| head.resize(head.len().max(tokens * width), 0.0));
+        }
     }
 }
 
-/// One head's keys and values of the tokens from `first` on, from their latent rows.
-#[allow(clippy::too_many_arguments)]
-fn expand_piece(
-    isa: Isa,
-    weights: &super::gemm::PanelMatrix,
-    shape: MlaShape,
-    first: usize,
-    rows: &[&[f32]],
-    product: &mut Vec<f32>,
-    keys: SharedMut<'_, f32>,
-    values: &[SharedMut<'_, f32>],
-) {
-    let (key, wide) = (shape.query_width(), weights.n);
-    product.resize(product.len().max(rows.len() * wide), 0.0);
-    let target = Target { out: SharedMut::new(product), stride: wide, into: Into::Overwrite };
-    matrix_blocks(isa, rows, weights, 0, weights.panels(), target, 0);
-    for (i, (row, product)) in rows.iter().zip(product.chunks_exact(wide)).enumerate() {
-        let (panel, lane) = ((first + i) / WIDTH, (first + i) % WIDTH);
-        // SAFETY: this panel belongs to this piece alone.
-        let panel = unsafe { keys.range(panel * key * WIDTH, key * WIDTH) };
-        for (to, from) in panel[lane..].iter_mut().step_by(WIDTH).zip(product[..shape.nope].iter().chain(&row[shape.latent..])) {
-            *to = *from;
+/// bf16 weights in f32.
+fn widened(isa: Isa, from: &[u16], to: &mut Vec<f32>) {
+    to.resize(to.len().max(from.len()), 0.0);
+    widen(isa, from, to);
+}
+
+/// Rows as panels of 16 of them, `[rows / 16][width][16]`. The last panel is filled up with its last row: what becomes of that row's
+/// likes stands beyond the last token, where nobody looks.
+fn into_panels<'a>(isa: Isa, rows: &[&[f32]], width: usize, panels: &'a mut Vec<f32>) -> &'a [f32] {
+    let size = rows.len().next_multiple_of(WIDTH) * width;
+    panels.resize(panels.len().max(size), 0.0);
+    let shared = SharedMut::new(&mut panels[..size]);
+    split(rows.len().div_ceil(WIDTH), 2, &|range| {
+        for panel in range {
+            let rows = std::array::from_fn(|lane| rows[rows.len().min(panel * WIDTH + lane + 1) - 1]);
+            // SAFETY: panels are disjoint.
+            interleave(isa, &rows, width, unsafe { shared.range(panel * width * WIDTH, width * WIDTH) });
         }
-        for (values, from) in values.iter().zip(product[shape.nope..].chunks_exact(WIDTH)) {
-            // SAFETY: this token belongs to this piece alone.
-            unsafe { values.range((first + i) * WIDTH, WIDTH) }.copy_from_slice(from);
+    });
+    &panels[..size]
+}
+
+dispatch! {
+    /// `out[i][lane] = rows[lane][i]` for `i < width`.
+    fn interleave = interleave_kernel(rows: &[&[f32]; WIDTH], width: usize, out: &mut [f32])
+}
+
+#[inline(always)]
+#[allow(clippy::extra_unused_type_parameters, reason = "it names the instruction set")]
+unsafe fn interleave_kernel<V: Lanes>(rows: &[&[f32]; WIDTH], width: usize, out: &mut [f32]) {
+    assert!(rows.iter().all(|row| row.len() >= width));
+    for (i, out) in out.chunks_exact_mut(WIDTH).take(width).enumerate() {
+        for (out, row) in out.iter_mut().zip(rows) {
+            // SAFETY: every row holds `width` values.
+            *out = unsafe { *row.get_unchecked(i) };
         }
+    }
+}
+
+impl Latents<'_> {
+    /// The tokens of a block that are here, counted from the first.
+    fn of_block(&self, block: usize) -> Range<usize> {
+        let (from, until) = (self.first.max(block * BLOCK), (self.first + self.rows.len()).min((block + 1) * BLOCK));
+        from - self.first..until - self.first
+    }
+
+    /// Keys of one head: W_UK times the latents, panels of 16 tokens wide; below them the rotated part, which all heads share.
+    fn keys_of_block(&self, isa: Isa, w_uk: &[f32], block: usize, keys: SharedMut<'_, f32>) {
+        let MlaShape { nope, latent, .. } = self.shape;
+        let (tokens, key, width) = (self.of_block(block), self.shape.query_width(), self.shape.cache_width());
+        let first = tokens.start / WIDTH;
+        let panels = tokens.end.div_ceil(WIDTH) - first;
+        let panel = |at: usize| &self.panels[(first + at) * width * WIDTH..(first + at + 1) * width * WIDTH];
+        let rows: Vec<&[f32]> = w_uk.chunks_exact(latent).take(nope).collect();
+        let at = (self.first / WIDTH + first) * key * WIDTH;
+        let target = Target { out: keys, at, row: WIDTH, panel: key * WIDTH, start: Start::Zero };
+        scattered_product(isa, &rows, panels, &|at| Panels::F32(&panel(at)[..latent * WIDTH]), latent, target);
+        for n in 0..panels {
+            // SAFETY: this panel belongs to this block alone.
+            let rotated = unsafe { keys.range(at + (n * key + nope) * WIDTH, (key - nope) * WIDTH) };
+            rotated.copy_from_slice(&panel(n)[latent * WIDTH..]);
+        }
+    }
+
+    /// Values of one head: W_UV of each latent.
+    fn values_of_block(&self, isa: Isa, w_uv: &[f32], block: usize, values: SharedMut<'_, f32>) {
+        let tokens = self.of_block(block);
+        let rows: Vec<&[f32]> = self.rows[tokens.clone()].iter().map(|row| &row[..self.shape.latent]).collect();
+        let at = block * BLOCK * self.shape.value + (self.first + tokens.start) % BLOCK * WIDTH;
+        let target = Target { out: values, at, row: WIDTH, panel: BLOCK * WIDTH, start: Start::Zero };
+        panel_product(isa, &rows, Panels::F32(w_uv), self.shape.latent, self.shape.value / WIDTH, target, self.shape.value);
     }
 }
 
@@ -245,32 +307,27 @@ fn attend_tile(
     weights.resize(weights.len().max(rows.len() * stride), 0.0);
     sums.resize(sums.len().max(rows.len() * value), 0.0);
     let queries: Vec<&[f32]> = rows.clone().map(|row| &q[row * q_width + head * key..][..key]).collect();
-    let target = Target { out: SharedMut::new(weights), stride, into: Into::Overwrite };
-    panel_product(isa, &queries, Panels::F32(&expanded.keys[head]), key, panels, target, 0, panels * WIDTH);
-    let mut totals = [0f32; TILE];
-    for ((row, weights), total) in rows.clone().zip(weights.chunks_exact_mut(stride)).zip(&mut totals) {
+    let target = Target::rows(SharedMut::new(weights), stride);
+    panel_product(isa, &queries, Panels::F32(&expanded.keys[head]), key, panels, target, panels * WIDTH);
+    let mut factors = [0f32; TILE];
+    for ((row, weights), factor) in rows.clone().zip(weights.chunks_exact_mut(stride)).zip(&mut factors) {
         let (seen, hidden) = weights.split_at_mut(prefix + row + 1);
-        *total = softmax(isa, seen, shape.scale).sum;
+        *factor = 1.0 / softmax(isa, seen, shape.scale).sum;
         hidden.fill(0.0);
     }
-    let weights: Vec<&[f32]> = weights.chunks_exact(stride).take(rows.len()).map(|weights| &weights[..visible]).collect();
-    let target = Target { out: SharedMut::new(sums), stride: value, into: Into::Overwrite };
-    let columns = &expanded.values[head * value / WIDTH..(head + 1) * value / WIDTH];
-    for (at, group) in columns.chunks(GROUP).enumerate() {
-        let column = at * GROUP * WIDTH;
-        if let [a, b, c, d] = group {
-            group_product(isa, &weights, [a, b, c, d].map(|panel| Panels::F32(panel)), visible, target, column);
-            continue;
-        }
-        for (at, panel) in group.iter().enumerate() {
-            panel_product(isa, &weights, Panels::F32(panel), visible, 1, target, column + at * WIDTH, WIDTH);
-        }
+    let mut target = Target::rows(SharedMut::new(sums), value);
+    for (values, from) in expanded.values[head].chunks(BLOCK * value).zip((0..visible).step_by(BLOCK)) {
+        let until = visible.min(from + BLOCK);
+        let weights: Vec<&[f32]> = weights.chunks_exact(stride).take(rows.len()).map(|weights| &weights[from..until]).collect();
+        let panel = |at: usize| Panels::F32(&values[at * BLOCK * WIDTH..(at + 1) * BLOCK * WIDTH]);
+        scattered_product(isa, &weights, value / WIDTH, &panel, until - from, target);
+        target.start = Start::Standing;
     }
-    for ((row, sums), total) in rows.zip(sums.chunks_exact(value)).zip(totals) {
+    for ((row, sums), factor) in rows.zip(sums.chunks_exact(value)).zip(factors) {
         // SAFETY: this task alone writes this head of these rows.
         let to = unsafe { out.range(row * out_width + head * value, value) };
         for (to, sum) in to.iter_mut().zip(sums) {
-            *to = sum / total;
+            *to = sum * factor;
         }
     }
 }

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 
 use super::attend::{Partial, RowStats, scores, softmax, weighted_sum};
-use super::gemm::{Into, Target, matrix_blocks};
+use super::gemm::{Target, matrix_blocks};
 use super::mla::{CpuAbsorbed, CpuLatents};
 use super::parallel::{SharedMut, split_fine};
 use super::rows::{CpuRows, Group};
@@ -72,8 +72,8 @@ pub fn absorb_queries(isa: Isa, weights: &CpuAbsorbed, shape: MlaShape, q: &[f32
             let (head, first) = (item / panels, item % panels);
             let last = panels.min(first + range.end - item);
             let x: Vec<&[f32]> = (0..rows).map(|row| &q[(row * shape.heads + head) * from..][..shape.nope]).collect();
-            let target = Target { out: shared, stride: shape.heads * to, into: Into::Overwrite };
-            matrix_blocks(isa, &x, &weights.into_latent[head], first, last, target, head * to);
+            let target = Target::rows(shared, shape.heads * to).from(head * to).from_panel(first);
+            matrix_blocks(isa, &x, &weights.into_latent[head], first, last, target);
             if last == panels {
                 for row in 0..rows {
                     let rope = &q[(row * shape.heads + head) * from + shape.nope..][..shape.rope];
@@ -96,8 +96,8 @@ pub fn expand_outputs(isa: Isa, weights: &CpuAbsorbed, shape: MlaShape, latent_o
             let (head, first) = (item / panels, item % panels);
             let last = panels.min(first + range.end - item);
             let x: Vec<&[f32]> = (0..rows).map(|row| &latent_out[(row * shape.heads + head) * shape.latent..][..shape.latent]).collect();
-            let target = Target { out: shared, stride: shape.heads * shape.value, into: Into::Overwrite };
-            matrix_blocks(isa, &x, &weights.from_latent[head], first, last, target, head * shape.value);
+            let target = Target::rows(shared, shape.heads * shape.value).from(head * shape.value).from_panel(first);
+            matrix_blocks(isa, &x, &weights.from_latent[head], first, last, target);
             item += last - first;
         }
     });
