@@ -9,7 +9,7 @@
 constexpr int RING_BYTES = 8192;  // of a warp
 
 // Adds up a block's sums of its slices, and the cluster's groups, in order, and stores them.
-template <int NT, int MT> __device__ __forceinline__ void finish(const Dense& p, const Job& job, float (&d)[MT][NT][4], uint8_t* shared, int tile, int first_row) {
+template <int NT, int MT, bool COMBINES> __device__ __forceinline__ void finish(const Dense& p, const Job& job, float (&d)[MT][NT][4], uint8_t* shared, int tile, int first_row) {
   constexpr int SUMS = MT * NT;
   static_assert(SUMS <= SLICES, "a warp adds one sum");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
@@ -45,11 +45,11 @@ template <int NT, int MT> __device__ __forceinline__ void finish(const Dense& p,
         sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
       }
   }
-  if (warp < SUMS && tile + warp / NT < job.tiles) store(p, job, sum, tile + warp / NT, first_row + warp % NT * 8, lane, p.factors);
+  if (warp < SUMS && tile + warp / NT < job.tiles) store<COMBINES>(p, job, sum, tile + warp / NT, first_row + warp % NT * 8, lane, p.factors);
 }
 
 // MT tiles of 16 weight rows x NT tiles of 8 activation rows. grid (cluster, chunks of 8 NT rows, MT tiles each of the jobs)
-template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) {
+template <int NT, int MT, bool COMBINES = false> __device__ __forceinline__ void dense(const Dense& p) {
   constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
   extern __shared__ uint8_t shared[];  // the warps' rings, then in their place sums [warp][MT * NT][32]; sums of the cluster [cluster - 1][MT * NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -132,7 +132,7 @@ template <int NT, int MT> __device__ __forceinline__ void dense(const Dense& p) 
       if (u + DEPTH < count) copy(u + DEPTH);
       copies_end_group();
     }
-  finish<NT, MT>(p, job, d, shared, tile, first_row);
+  finish<NT, MT, COMBINES>(p, job, d, shared, tile, first_row);
 }
 
 // A lane's bf16 activations of its rows; where there is no row, the last row: its product is never stored. PAIRS: with second terms.
@@ -192,7 +192,7 @@ template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half
   const bool precise = PAIRS && job.mode == PRECISE;
   const Activations<NT, PAIRS> x_of(p, first_row, begin, g, t);
   // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
-  constexpr int AHEAD = (PAIRS ? 4 : 8) / NT;
+  constexpr int AHEAD = NT * MT == 8 ? 1 : (PAIRS ? 4 : 8) / NT;
   float d[MT][NT][4] = {};
   typename Activations<NT, PAIRS>::Unit next[AHEAD] = {};
 #pragma unroll
@@ -225,7 +225,7 @@ template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half
       copy(u + DEPTH);
       copies_end_group();
     }
-  finish<NT, MT>(p, job, d, shared, tile, first_row);
+  finish<NT, MT, false>(p, job, d, shared, tile, first_row);
 }
 
 #define DENSE(name, ...) \
@@ -234,6 +234,9 @@ template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half
 DENSE(dense_8, dense<1, 1>)
 DENSE(dense_16, dense<2, 1>)
 DENSE(dense_32, dense<4, 1>)
+DENSE(dense_combine_8, dense<1, 1, true>)
+DENSE(dense_combine_16, dense<2, 1, true>)
+DENSE(dense_combine_32, dense<4, 1, true>)
 DENSE(dense_8_two, dense<1, 2>)
 DENSE(dense_16_two, dense<2, 2>)
 DENSE(dense_32_two, dense<4, 2>)

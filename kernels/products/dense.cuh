@@ -69,8 +69,9 @@ __device__ __forceinline__ void rotate_tile(const Latents& p, float (&d)[4], int
   }
 }
 
-// One tile of 16 weight rows x 8 activation rows from `row` on. `factors`: of rows 0, 1, ..., or null. All lanes must call.
-__device__ __forceinline__ void store(const Dense& p, const Job& job, float (&d)[4], int tile, int row, int lane, const float* factors) {
+// One tile of 16 weight rows x 8 activation rows from `row` on. `factors`: of rows 0, 1, ..., or null. All lanes must call. COMBINES: only
+// such kernels know the mode COMBINE, which is half of the code.
+template <bool COMBINES> __device__ __forceinline__ void store(const Dense& p, const Job& job, float (&d)[4], int tile, int row, int lane, const float* factors) {
   const int g = lane >> 2, n = tile * (job.mode == SWIGLU ? 8 : 16) + g;
   if (factors)
 #pragma unroll
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store(const Dense& p, const Job& job, float (&d)
       out[0] = swiglu(low, high);
       continue;
     }
-    if (job.mode == COMBINE) {
+    if (COMBINES && job.mode == COMBINE) {
       const Lists lists(p.list, p.places);
 #pragma unroll 8
       for (int i = 0; i < p.top_k; ++i) {

@@ -35,6 +35,10 @@ template <int STRIDE> struct Stream {
       : weights(weights), entry(lists.entry + first / tiles), tile_bytes(tile_bytes), tiles(tiles), tile(first % tiles), left(items), steps(steps), step(0) {
     if (left > 0) open();
   }
+  __device__ __forceinline__ void begin(const Entry* from, int first_tile, int items) {
+    entry = from, tile = first_tile, left = items;
+    if (left > 0) open();
+  }
   __device__ __forceinline__ void open() { at = weights + (static_cast<int64_t>(entry->expert) * tiles + tile) * tile_bytes; }
   // Enqueues the next step into `slot`, if there is one; always ends a group.
   __device__ __forceinline__ void next(uint32_t slot, int lane) {
@@ -105,59 +109,74 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
   const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
   float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
   Building& building = *reinterpret_cast<Building*>(sums);
-  if (BUILT) {
-    start_building(building);
-    __syncthreads();
-  }
-  wait_for_predecessor();
-  let_successor_start();
+  __shared__ Entry entry_of[BUILT ? BUILT_PLACES : 1];
+  __shared__ int order[BUILT ? BUILT_PLACES : 1];
   Lists lists(p.list, p.places);
-  uint32_t entries;
-  if (BUILT) {
-    __shared__ Entry entry_of[BUILT_PLACES];
-    __shared__ int order[BUILT_PLACES];
-    lists.entry = entry_of, lists.order = order;
-    entries = build_list(building, lists.ids, p.rows, p.top_k, order, [&](int at, int expert, int first, int count) { entry_of[at] = {expert, first, count, 0}; });
-  } else {
-    entries = *lists.entries;
-  }
-  const bool whole = p.k % STEP == 0;
-  const uint32_t items = entries * p.tiles;
-  const int first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
-  Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, static_cast<int64_t>(p.steps) * STEP_BYTES, p.tiles, first,
-                   count > 0 ? end - first : 0, count);
-#pragma unroll
-  for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
+  if (BUILT) lists.entry = entry_of, lists.order = order;
+  const bool whole = BUILT || p.k % STEP == 0;
+  const int64_t tile_bytes = static_cast<int64_t>(p.steps) * STEP_BYTES;
 
   Rows<NT> rows;
-  Entry entry;
+  Entry entry = {};
   float factor[NT][2];
-  int slot = 0, tile = first % p.tiles, at_entry = first / p.tiles;
+  int first = 0, end = 0, item = 0, tile = 0, at_entry = 0;
+  uint32_t slot = ring, free_slot = ring;
   uint4 x[NT][UNITS];
-  for (int item = first; item < end; ++item) {
-    if (item == first || tile == 0) {
-      entry = lists.entry[at_entry++];
+  Stream<1> stream(p.weights + static_cast<int64_t>(begin) * STEP_BYTES, lists, tile_bytes, p.tiles, 0, 0, count);
+  // The first round only brings the code near, which the other kernels of a layer have pushed out of the caches, while the predecessor
+  // runs: it multiplies weights by whatever lies in shared memory, and stores nothing. It must be the same code.
+  enum Round { CODE, BEGIN, NEXT };
+  for (int round = unknown(CODE);; round = round == CODE ? BEGIN : NEXT) {
+    if (round != NEXT) {
+      if (round == BEGIN) {
+        wait_for_predecessor();
+        let_successor_start();
+      }
+      uint32_t entries = 0;
+      if (BUILT) {
+        start_building(building);
+        __syncthreads();
+        entries = build_list(building, lists.ids, round == CODE ? 0 : p.rows, p.top_k, order, [&](int at, int expert, int first, int count) { entry_of[at] = {expert, first, count, 0}; });
+      } else if (round == BEGIN) {
+        entries = *lists.entries;
+      }
+      if (round == BEGIN) {
+        const uint32_t items = entries * p.tiles;
+        first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
+        item = first, tile = first % p.tiles, at_entry = first / p.tiles;
+        slot = ring, free_slot = ring + (UP_DEPTH - 1) * STEP_BYTES;
+        stream.begin(lists.entry + at_entry, tile, count > 0 ? end - first : 0);
+#pragma unroll 1
+        for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
+      }
+    }
+    if (round != CODE && item >= end) break;
+    if (round != NEXT || tile == 0) {
+      if (round != CODE) entry = lists.entry[at_entry++];
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
         const int at = nt * 8 + g;
-        rows.at[nt] = p.x + static_cast<int64_t>(lists.order[entry.first + (at < entry.count ? at : 0)] / p.top_k) * p.k + t * 8;
+        const int place = round != CODE ? lists.order[entry.first + (at < entry.count ? at : 0)] : 0;
+        rows.at[nt] = (round != CODE ? p.x : reinterpret_cast<const uint16_t*>(p.weights)) + static_cast<int64_t>(place / p.top_k) * p.k + t * 8;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int mine = nt * 8 + 2 * t + c;
-          factor[nt][c] = p.factors ? p.factors[lists.order[entry.first + (mine < entry.count ? mine : 0)] / p.top_k] * SCALED : SCALED;
+          factor[nt][c] = SCALED;
+          if (round != CODE && p.factors) factor[nt][c] = p.factors[lists.order[entry.first + (mine < entry.count ? mine : 0)] / p.top_k] * SCALED;
         }
       }
       rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
       if (AHEAD) rows.load(x, min(begin, p.steps - 1) * STEP, p.k, whole);
     }
+    const int count_now = round == CODE ? min(count, 1) : count;
     float d[NT][4] = {};
-    for (int step = 0; step < count; ++step) {
+    for (int step = 0; step < count_now; ++step) {
       copies_wait<UP_DEPTH - 2>();
       __syncwarp();
-      const Step s = read_step(ring + slot * STEP_BYTES, lane);
-      // The slot read in the round before is free.
-      stream.next(ring + (slot ? slot - 1 : UP_DEPTH - 1) * STEP_BYTES, lane);
-      slot = slot + 1 == UP_DEPTH ? 0 : slot + 1;
+      const Step s = read_step(slot, lane);
+      stream.next(free_slot, lane);  // read in the round before
+      free_slot = slot;
+      slot = slot == ring + (UP_DEPTH - 1) * STEP_BYTES ? ring : slot + STEP_BYTES;
       if (!AHEAD) rows.load(x, (begin + step) * STEP, p.k, whole);
       step_product<NT>(d, s, x);
       if (AHEAD) rows.load(x, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k, whole);
@@ -184,6 +203,8 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
       if (row < entry.count) to[0] = static_cast<uint16_t>(pair);
       if (row + 1 < entry.count) to[p.tiles * 8] = static_cast<uint16_t>(pair >> 16);
     }
+    if (round == CODE) continue;
+    ++item;
     if (++tile == p.tiles) tile = 0;
   }
 }

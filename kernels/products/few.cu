@@ -9,7 +9,7 @@
 constexpr int FEW = 4, DEPTH = 8;  // rows; units of a warp's ring
 
 // grid (cluster, 1, tiles of the jobs; beyond them, as many as it takes, blocks that store latents)
-template <bool NORM, bool LATENTS, int ROWS> __device__ __forceinline__ void few(const Dense& p) {
+template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ __forceinline__ void few(const Dense& p) {
   constexpr int QUADS = 4, TOGETHER = ROWS > 1 ? 2 : 1;  // four columns each, of a lane at once; rows
   // The warps' rings; their activations [warp][high, rest][row][stride]; sums of the cluster [cluster - 1][32] and squares [..][FEW]. The
   // block's sums take the place of the rings.
@@ -119,6 +119,7 @@ template <bool NORM, bool LATENTS, int ROWS> __device__ __forceinline__ void few
   // A lane without a row multiplies row 0: columns of a product do not touch each other.
   const uint32_t x_at = smem_addr(activations) + ((lane >> 2) < p.rows ? (lane >> 2) * stride : 0) + t * 16;
   float d[4] = {};
+#pragma unroll 1
   for (int u = 0; u < count; ++u) {
     copies_wait<DEPTH - 1>();
     const uint32_t slot = ring + u % DEPTH * 1024;
@@ -168,12 +169,14 @@ template <bool NORM, bool LATENTS, int ROWS> __device__ __forceinline__ void few
     }
     __syncwarp();
   }
-  store(p, job, sum, tile, 0, lane, NORM ? factors : nullptr);
+  store<COMBINES>(p, job, sum, tile, 0, lane, NORM ? factors : nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) one_plain(const __grid_constant__ Dense p) { few<false, false, 1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 4) one_combine(const __grid_constant__ Dense p) { few<false, false, 1, true>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) one_norm(const __grid_constant__ Dense p) { few<true, false, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) one_latents(const __grid_constant__ Dense p) { few<true, true, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 4) few_plain(const __grid_constant__ Dense p) { few<false, false, FEW>(p); }
+extern "C" __global__ void __launch_bounds__(256, 4) few_combine(const __grid_constant__ Dense p) { few<false, false, FEW, true>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) few_norm(const __grid_constant__ Dense p) { few<true, false, FEW>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) few_latents(const __grid_constant__ Dense p) { few<true, true, FEW>(p); }

@@ -21,6 +21,12 @@ constexpr int STEP_BYTES = 1152;
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// `x`, which the compiler must not know.
+__device__ __forceinline__ int unknown(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Weights are read once: past L1, through the read-only path.
 __device__ __forceinline__ uint4 load_weights(const void* p) {
   uint4 v;
@@ -103,7 +109,7 @@ __device__ __forceinline__ uint4 shared16(uint32_t at) {
 __device__ __forceinline__ void copy_step(uint32_t slot, const uint8_t* at, int lane) {
   copy16(slot + lane * 16, at + lane * 16);
   copy16(slot + 512 + lane * 16, at + 512 + lane * 16);
-  if (lane < 8) copy16(slot + 1024 + lane * 16, at + 1024 + lane * 16);
+  copy16_if(lane < 8, slot + 1024 + lane * 16, at + 1024 + lane * 16);
 }
 // A lane's share of a step.
 struct Step {

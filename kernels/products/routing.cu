@@ -30,8 +30,9 @@ __device__ __forceinline__ uint32_t hash(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// One block, one row: thread e has expert e. Every warp sorts out its best, then one warp merges them.
-__device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int row) {
+// One block, one row: thread e has expert e. Every warp sorts out its best, then their bests are ranked. `code`: gates are not there yet,
+// and nothing is stored.
+__device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int row, bool code) {
   __shared__ uint32_t best_keys[WARPS][MAX_TOP];
   __shared__ float best_scores[WARPS][MAX_TOP];
   __shared__ int best_ids[WARPS][MAX_TOP];
@@ -39,7 +40,8 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
   float score = 0;
   uint32_t key = 0;  // as an integer of the same order, so that a warp finds its largest in one instruction; 0 = none
   if (e < p.experts) {
-    score = 1.0f / (1.0f + expf(-p.gates[static_cast<int64_t>(row) * p.experts + e]));
+    const float gate = code ? 0.0f : p.gates[static_cast<int64_t>(row) * p.experts + e];
+    score = 1.0f / (1.0f + expf(-gate));
     const float k = (p.uniform ? static_cast<float>(hash(hash(p.layer * 4099 + row) + e) >> 8) : score + p.bias[e]) + 0.0f;
     const uint32_t bits = __float_as_uint(k);
     if (k == k) key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // NaN is never chosen
@@ -98,11 +100,11 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
   float sum = 0;
   for (int i = 0; i < p.top_k; ++i) sum += __shfl_sync(~0u, chosen, i);
   sum += 1e-20f;
-  if (lane < p.top_k) {
+  if (lane < p.top_k && !code) {
     lists.ids[row * p.top_k + lane] = id;
     lists.weights[row * p.top_k + lane] = chosen / sum * p.scaling;
   }
-  if (p.rows > 1) return;
+  if (p.rows > 1 || code) return;
   // A row alone: its choices by ascending id are the list.
   int before = 0;
   for (int i = 0; i < p.top_k; ++i) before += static_cast<uint32_t>(__shfl_sync(~0u, id, i)) < static_cast<uint32_t>(id);
@@ -204,10 +206,14 @@ __device__ __forceinline__ void sort(const Routing& p, const Lists& lists) {
 extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_constant__ Routing p) {
   __shared__ uint32_t turn;
   let_successor_start();
-  wait_for_predecessor();
   const Lists lists(p.list, p.places);
-  if (blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x);
-  else if (threadIdx.x < p.top_k) lists.ids[blockIdx.x * p.top_k + threadIdx.x] = -1;
+  // Twice: the first time only brings the code near, while the predecessor runs.
+  for (bool code = unknown(true);; code = false) {
+    if (!code) wait_for_predecessor();
+    if (code || blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x, code);
+    else if (threadIdx.x < p.top_k) lists.ids[blockIdx.x * p.top_k + threadIdx.x] = -1;
+    if (!code) break;
+  }
   if (p.built) return;
   if (p.rows == 1) {
     if (threadIdx.x == 0 && p.counts[0] == 0) *lists.entries = 0;

@@ -351,7 +351,7 @@ pub(super) fn sums_by_itself(experts: &CudaExperts, shared: &CudaMatrix, rows: u
     let shapes = groups == 1
         && slice <= 2
         && shared.n == experts.hidden
-        && experts.hidden.is_multiple_of(16)
+        && experts.hidden.is_multiple_of(STEP)
         && experts.inner.is_multiple_of(2 * STEP);
     shapes && rows_per_entry(rows, top_k, experts.experts, false) == 8 && summing_kernel(rows, top_k).is_some()
 }

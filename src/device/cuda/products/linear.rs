@@ -192,7 +192,7 @@ impl CudaDevice {
             latents: with.latents,
             job: jobs,
         };
-        let pairs = parts.iter().any(|part| part.mode == Mode::Precise);
+        let [pairs, combines] = [Mode::Precise, Mode::Combine].map(|mode| parts.iter().any(|part| part.mode == mode));
         if let Input::Normed(_) = input {
             self.reserve(rows, k, pairs)?;
         }
@@ -205,6 +205,7 @@ impl CudaDevice {
             let (kernel, storing) = match input {
                 Input::Normed(_) if with.latents.cache != 0 => (&kernels.latents, rows.div_ceil(groups)),
                 Input::Normed(_) => (&kernels.norm, 0),
+                Input::Rows(_) if combines => (&kernels.combine, 0),
                 Input::Rows(_) => (&kernels.plain, 0),
             };
             let grid = (groups as u32, 1, (tiles + storing) as u32);
@@ -229,9 +230,19 @@ impl CudaDevice {
         // of what would be a whole one and a part.
         let (wave, waiting) = (2 * gpu.sms as usize, groups * rows.div_ceil(tile));
         let halves_waves = blocks(1) * waiting > wave && blocks(2) * waiting <= wave;
-        let together = if halves_waves || (tile == 32 && blocks(2) * groups >= wave) { 2 } else { 1 };
+        let together = if combines {
+            1
+        } else if halves_waves || (tile == 32 && blocks(2) * groups >= wave) {
+            2
+        } else {
+            1
+        };
         let kernels = &self.products.dense[usize::from(dense.half != 0) + usize::from(dense.rest != 0)];
-        let function = if together == 2 { &kernels.two[kernel] } else { &kernels.one[kernel] };
+        let function = match together {
+            2 => &kernels.two[kernel],
+            _ if combines => &self.products.dense_combine[kernel],
+            _ => &kernels.one[kernel],
+        };
         let blocks = blocks(together);
         let grid = (groups as u32, rows.div_ceil(tile) as u32, blocks as u32);
         let shared = RINGS + (groups - 1) * together * (tile / 8) * 512;

@@ -29,6 +29,7 @@ pub use routing::HostRoutes;
 pub struct Products {
     /// For f32 activations, for bf16 ones, and for those in two terms.
     dense: [DenseKernels; 3],
+    dense_combine: [CudaFunction; 3],
     wide: wide::WideKernels,
     many: experts_many::ManyKernels,
     /// For one row, and for more.
@@ -63,9 +64,10 @@ struct DenseKernels {
     two: [CudaFunction; 3],
 }
 
-/// Without a norm in front, with one, and with one and latents to store.
+/// Without a norm in front, the same that combines; with a norm, and with one and latents to store.
 struct FewKernels {
     plain: CudaFunction,
+    combine: CudaFunction,
     norm: CudaFunction,
     latents: CudaFunction,
 }
@@ -85,10 +87,11 @@ impl Products {
         };
         let of_few = |name: &str| -> Result<FewKernels, CudaError> {
             let one = |what: &str| gpu.function(&few, &format!("{name}_{what}"), MAX_SHARED);
-            Ok(FewKernels { plain: one("plain")?, norm: one("norm")?, latents: one("latents")? })
+            Ok(FewKernels { plain: one("plain")?, combine: one("combine")?, norm: one("norm")?, latents: one("latents")? })
         };
         Ok(Self {
             dense: [of_dense("dense")?, of_dense("dense_half")?, of_dense("dense_pairs")?],
+            dense_combine: by_tiles(&dense, "dense_combine", MAX_SHARED)?,
             few: [of_few("one")?, of_few("few")?],
             prepare_rows: gpu.function(&norm, "prepare_rows", 0)?,
             prepare_and_store: gpu.function(&norm, "prepare_and_store", 0)?,
