@@ -1,6 +1,6 @@
 // Routed experts: INT4 weights in groups of 32, unpacked to bf16 in registers, times the rows that chose them.
 //
-// Work is a list made on the device (routing.cu): entries of up to 8 NT rows of one expert. First product: gate and up with SwiGLU,
+// Work is a list made on the device (by routing.cu, or by each block up to 32 rows): entries of up to 8 NT rows of one expert. First product: gate and up with SwiGLU,
 // second: down. Blocks are persistent and have equal shares of all (entry, tile) items, one stretch each. Every warp keeps its own
 // ring of weights filled in the background, across items and entries, so reads of memory never pause. Nothing is summed across
 // entries, and k is cut by the matrix alone: a row's bits do not depend on who else chose its experts.
