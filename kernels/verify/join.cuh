@@ -123,7 +123,7 @@ __device__ void join_pieces(const VerifyParams& p, const Plan& plan, const Join&
                             float4* scratch, Meet meet) {
   const Request r = request_of(p, part.request);
   const int row0 = (plan.team > 1 ? member : part.stream) * kRows, rows = min((r.rows << p.heads_log2) - row0, kRows);
-  const int tiles = fast_tiles(r), start = plan.line[part.request] + part.stream * (tiles + p.item_cost) + p.item_cost;
+  const int tiles = fast_tiles(r), start = plan.line[part.request] + part.stream * (tiles + plan.item_cost) + plan.item_cost;
   const int from = divide(start, plan.payload), all = divide(start + tiles - 1, plan.payload) - from + 1;
   const int slot = (from + part.id) * plan.team + member, pieces = min(all, ceil_div(p.partials - slot, plan.team));
   const int step = plan.team * kRows;

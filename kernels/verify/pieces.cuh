@@ -14,7 +14,7 @@ __device__ void write_pieces(const VerifyParams& p, const Plan& plan) {
         piece = make_int4(plan.line[request] + tile, exact_splits(r), row_tiles(p, r.rows, kRows), offset);
       } else {
         const int stream = plan.team > 1 ? 0 : tile, lane = plan.team > 1 ? tile : 0, tiles = fast_tiles(r);
-        const int start = plan.line[request] + stream * (tiles + p.item_cost) + p.item_cost;
+        const int start = plan.line[request] + stream * (tiles + plan.item_cost) + plan.item_cost;
         const int u0 = start / plan.payload, u1 = (start + tiles - 1) / plan.payload;
         piece = make_int4((u0 + plan.streams[request] + stream) * plan.team + lane, u1 - u0 + 1, plan.team, offset);
       }

@@ -20,6 +20,7 @@ struct Plan {
   int line[kMaxBatch + 1];            // fast: where a request's streams start on the line; exact: its first item
   uint16_t streams[kMaxBatch + 1];    // streams before this request
   int team, units, payload;           // blocks a team (1 in exact), teams, tiles a unit (fast only)
+  int item_cost;                      // what starting a piece counts for on the line, in tiles (fast only)
 };
 
 // What 128 planning threads tell each other, 32 requests a group.
@@ -129,7 +130,7 @@ __device__ void make_plan(const VerifyParams& p, Plan& plan, PlanScratch& scratc
   }
   if (r == 0) {
     const int total = scratch.cost[0] + scratch.cost[1] + scratch.cost[2] + scratch.cost[3];
-    plan.team = team, plan.units = units, plan.payload = payload_of(p, total, units, longest);
+    plan.team = team, plan.units = units, plan.payload = payload_of(p, total, units, longest), plan.item_cost = p.item_cost;
   }
   __syncthreads();
 }
@@ -139,6 +140,7 @@ struct SharedPlan {
   const VerifyParams& p;
   const Plan& plan;
   __device__ int payload() const { return plan.payload; }
+  __device__ int cost() const { return plan.item_cost; }
   __device__ int line(int r) const { return plan.line[r]; }
   __device__ int before(int r) const { return plan.streams[r]; }
   __device__ int count(int r) const { return plan.streams[r + 1] - plan.streams[r]; }
@@ -165,9 +167,9 @@ __device__ inline bool next_fast(const VerifyParams& p, const AnyPlan& plan, Wal
     if (w.request >= p.batch) return false;
     asm volatile("" : "+r"(w.request));             // else pointers into every list are carried along, in registers that are not there
     const int tiles = fast_tiles(plan.request(w.request));
-    const int start = plan.line(w.request) + w.stream * (tiles + p.item_cost);
+    const int start = plan.line(w.request) + w.stream * (tiles + plan.cost());
     if (start >= b) return false;
-    w.begin = max(a - start - p.item_cost, 0), w.end = min(b - start - p.item_cost, tiles);
+    w.begin = max(a - start - plan.cost(), 0), w.end = min(b - start - plan.cost(), tiles);
     if (w.begin >= w.end) continue;
     w.tile = w.begin;
     w.id = plan.before(w.request) + w.stream;
@@ -182,7 +184,7 @@ __device__ inline Walk start_fast(const VerifyParams& p, const AnyPlan& plan, in
   Walk w{};
   const int a = unit * plan.payload();
   w.request = plan.at(a);
-  const int start = plan.line(w.request), per = fast_tiles(plan.request(w.request)) + p.item_cost;
+  const int start = plan.line(w.request), per = fast_tiles(plan.request(w.request)) + plan.cost();
   w.stream = max(min(divide(a - start, per), plan.count(w.request)), 0) - 1;
   return w;
 }

@@ -9,6 +9,8 @@
 //   values and softmax   O += P(n) x V(n), and, interleaved, P(n + 1) out of the four slices of the scores (eight rows a warp)
 //   scores               of tile n + 2: each warp its slice of the columns (128 latent and 16 rope) for all rows of the quad
 //
+// At 16 rows in `fast` up to four tiles go between two barriers instead (`walk_batches`): such a launch is a chain of latencies.
+//
 // Q and O live in registers, all but the queries of the rope columns: at 32 rows a quad 64 + 128 of 240. Producers give theirs up.
 // Shared memory holds the ring, the score exchange and P. Both exchanges keep the tensor cores' own layout, so no access meets a bank
 // conflict.
@@ -59,12 +61,16 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
   uint32_t launch = 0;
   if constexpr (kJoins) {
     if (threadIdx.x == kCounter) launch = launch_number(p);
-    if (p.batch <= 32) {
-      const WarpPlan plan = warp_plan<kRows>(p, own, gridDim.x);
+    auto begin = [&](const auto& plan) {
       team = plan.team;
       start = first_piece(p, plan, team, plan.units);
-      if (start.unit >= plan.units) return;
       if (warp == 0) plan.store(sm.plan);
+      return start.unit < plan.units;
+    };
+    if (p.batch == 1) {
+      if (!begin(lone_plan<kRows>(p, own, gridDim.x))) return;
+    } else if (p.batch <= 32) {
+      if (!begin(warp_plan<kRows>(p, own, gridDim.x))) return;
     } else {
       make_plan<kRows, kExact>(p, sm.plan, *reinterpret_cast<PlanScratch*>(sm.exchange), gridDim.x);
       team = sm.plan.team;
