@@ -19,7 +19,7 @@ const MID_MERGE: usize = 1024;
 /// many of them as there are (measured, docs/kernel.md).
 pub fn block_rows(requests: usize, rows_and_heads: usize) -> usize {
     const SMALL: usize = 32;
-    if requests == 1 || requests <= 8 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
+    if requests == 1 || requests <= 32 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
 }
 
 /// Number of a `Verify`'s first launch; fresh memory bears 0.
@@ -369,9 +369,9 @@ mod tests {
     fn few_requests_take_small_blocks_and_many_take_blocks_that_hold_them() {
         assert_eq!(block_rows(1, 8), 8);
         assert_eq!(block_rows(1, 512), 32);
-        assert_eq!(block_rows(8, 128), 32);
+        assert_eq!(block_rows(32, 128), 32);
         assert_eq!(block_rows(8, 256), 256);
-        assert_eq!(block_rows(9, 128), 128);
+        assert_eq!(block_rows(33, 128), 128);
     }
 
     #[test]
