@@ -8,13 +8,13 @@
 #include "ptx.cuh"
 #include "start.cuh"
 
-template <int kRows, bool kExact>
+template <int kRows, bool kExact, class S = Shared<kRows>>
 struct Block {
   using L = Layout<kRows>;
   const VerifyParams& p;
   const CUtensorMap* rows_map;                     // box of 1 row
   const CUtensorMap* tile_map;                     // box of 16 rows
-  Shared<kRows>& sm;
+  S& sm;
 
   __device__ int quad() const { return L::kQuads == 1 ? 0 : Place::now().quad; }
   __device__ QuadShared<kRows>& own() const { return sm.quads[quad()]; }

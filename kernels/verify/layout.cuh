@@ -7,6 +7,14 @@ constexpr int kDescs = 16;           // tiles whose notes are kept
 constexpr int kAhead = 2;            // fragments of keys that a warp has in flight
 constexpr int kSteps = 9;            // k-steps of a slice: 8 of latent columns, 1 of rope columns
 
+// Lanes that say for their warp that it has read an exchange. One is enough after the warp has met; racecheck cannot follow that, so a
+// build for it lets every lane speak (docs/kernel.md).
+#ifdef KDTREE_RACECHECK
+constexpr int kTakers = 32;
+#else
+constexpr int kTakers = 1;
+#endif
+
 // Whether a tree kernel merges its pieces itself (join.cuh).
 __host__ __device__ constexpr bool joins(int rows, bool exact) { return rows < 64 && !exact; }
 
@@ -91,6 +99,7 @@ struct Shared : Head {
 struct Place {
   uint32_t lane, warp, quad;                       // warp: in its quad; also its slice of the columns
   __device__ uint32_t in_quad() const { return 32 * warp + lane; }
+  __device__ uint32_t in_block() const { return 4 * quad + warp; }   // number of the warp
   template <int kQuads>
   __device__ uint32_t quad_of() const { return kQuads == 1 ? 0 : quad; }
   __device__ static Place of(uint32_t t) {

@@ -29,6 +29,20 @@ __device__ __forceinline__ void load_16(uint32_t (&x)[4], uint32_t addr) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(addr));
 }
 
+__device__ __forceinline__ void store_16(uint32_t addr, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+__device__ __forceinline__ void load_16(float (&x)[4], uint32_t addr) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(addr) : "memory");
+}
+
+__device__ __forceinline__ void store_4(uint32_t addr, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
+__device__ __forceinline__ uint32_t load_4(uint32_t addr) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_8(uint32_t addr, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(addr), "f"(x), "f"(y) : "memory");
 }
@@ -63,6 +77,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "@!p bra WAIT;\n}" ::"r"(bar), "r"(parity) : "memory");
 }
 
+// Whether the phase is over, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t parity) {
+  uint32_t over;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(bar), "r"(parity) : "memory");
+  return over != 0;
+}
+
 // KV rows from global to shared memory through a tensor map of shape (64, 9, slots): the copy engine applies the 128-byte
 // swizzle, so a row keeps its 1152 bytes and neither ldmatrix nor ldmatrix.trans meets a bank conflict. Slots outside the map
 // (negative ones) arrive as zeros.
@@ -72,6 +93,13 @@ __device__ __forceinline__ void copy_rows(uint32_t dst, const CUtensorMap* map, 
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// True in one lane of a warp whose lanes are all here.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen != 0;
 }
 
 // Barrier of the 128 threads of a quad.

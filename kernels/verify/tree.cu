@@ -1,4 +1,5 @@
 // Instantiations of the tree kernel for 16, 32 and 64 query rows a block, in both numerics. The maps describe this layer's KV rows.
+#include "roles.cuh"
 #include "tree.cuh"
 
 // Blocks that should fit an SM: two of one quad where shared memory allows it; sm_120 has room for one.
@@ -34,7 +35,11 @@ TREE_KERNEL(32, SMALL, fast) {
   if (p.batch <= 32 && few_tiles(p, own, 16, gridDim.x)) verify_tree<16, false>(p, &rows_map, &tile_map, own);
   else verify_tree<32, false>(p, &rows_map, &tile_map, own);
 }
-VERIFY_TREE(64, 1, fast, false)
+extern "C" __global__ void __launch_bounds__(32 * roles::kWarps, 1)
+    verify_tree_64_fast(const __grid_constant__ VerifyParams p, const __grid_constant__ CUtensorMap rows_map,
+                        const __grid_constant__ CUtensorMap tile_map) {
+  roles::verify(p, &rows_map, &tile_map);
+}
 VERIFY_TREE(16, SMALL, exact, true)
 VERIFY_TREE(32, SMALL, exact, true)
 VERIFY_TREE(64, 1, exact, true)

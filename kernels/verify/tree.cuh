@@ -21,14 +21,6 @@
 #include "pieces.cuh"
 #include "softmax.cuh"
 
-// Lanes that say for their warp that it has read the exchange. One is enough after the warp has met; racecheck cannot follow that, so a
-// build for it lets every lane speak (docs/kernel.md).
-#ifdef KDTREE_RACECHECK
-constexpr int kTakers = 32;
-#else
-constexpr int kTakers = 1;
-#endif
-
 // What can be done before the launch before has ended, then the wait for it: whatever made the queries, and the kernel before, whose
 // partials this one writes over. A tree kernel begins with it.
 template <int kQuads>
