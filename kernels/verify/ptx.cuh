@@ -29,10 +29,10 @@ __device__ __forceinline__ void load_16(uint32_t (&x)[4], uint32_t addr) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(addr));
 }
 
-__device__ __forceinline__ void store_16(uint32_t addr, const float (&x)[4]) {
+__device__ __forceinline__ void store_floats(uint32_t addr, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
-__device__ __forceinline__ void load_16(float (&x)[4], uint32_t addr) {
+__device__ __forceinline__ void load_floats(float (&x)[4], uint32_t addr) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(addr) : "memory");
 }
 

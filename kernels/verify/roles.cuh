@@ -251,7 +251,7 @@ struct Scorer : Worker {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-          for (int j = 0; j < 2; ++j) store_16(mine + 2048 * i + 1024 * j, s[i][j]);
+          for (int j = 0; j < 2; ++j) store_floats(mine + 2048 * i + 1024 * j, s[i][j]);
         arrive(half() + offsetof(Half, scored));
       }
     }
@@ -297,7 +297,7 @@ struct Keeper : Worker {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float x[4], y[4];
-      load_16(x, from + 1024 * j), load_16(y, from + 1024 * j + 512);
+      load_floats(x, from + 1024 * j), load_floats(y, from + 1024 * j + 512);
 #pragma unroll
       for (int c = 0; c < 4; ++c) t[4 * (c / 2) + 2 * j + c % 2] = x[c] + y[c];
       pin();                                        // else all would be loaded at once, into registers that are not there

@@ -19,8 +19,11 @@ const MID_MERGE: usize = 1024;
 /// many of them as there are (measured, docs/kernel.md).
 pub fn block_rows(requests: usize, rows_and_heads: usize) -> usize {
     const SMALL: usize = 32;
-    if requests == 1 || requests <= 32 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
+    if requests == 1 || requests <= 8 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
 }
+
+/// Tokens of all requests' longest prefixes from which on a launch is no longer a matter of latency, and large blocks are faster.
+const LONG: usize = 1 << 16;
 
 /// Number of a `Verify`'s first launch; fresh memory bears 0.
 const FIRST_LAUNCH: u64 = 1;
@@ -185,7 +188,8 @@ impl Verify {
         check(&limits)?;
         let of_rows = |wanted: usize| *TREE_SHARED.iter().find(|(rows, _)| *rows >= wanted).unwrap_or(&TREE_SHARED[2]);
         let rows_wanted = limits.rows_per_request * limits.heads;
-        let fast_rows = block_rows(limits.batch, rows_wanted);
+        let short = limits.batch * limits.prefix < LONG;
+        let fast_rows = if short { block_rows(limits.batch, rows_wanted) } else { rows_wanted };
         let (fast, exact) = (Tree::load(gpu, of_rows(fast_rows), Numerics::Fast)?, Tree::load(gpu, of_rows(rows_wanted), Numerics::Exact)?);
         let merge_module = gpu.module("verify_merge")?;
         let of_fast = fast_partials(&limits, &fast);
@@ -369,9 +373,9 @@ mod tests {
     fn few_requests_take_small_blocks_and_many_take_blocks_that_hold_them() {
         assert_eq!(block_rows(1, 8), 8);
         assert_eq!(block_rows(1, 512), 32);
-        assert_eq!(block_rows(32, 128), 32);
+        assert_eq!(block_rows(8, 128), 32);
         assert_eq!(block_rows(8, 256), 256);
-        assert_eq!(block_rows(33, 128), 128);
+        assert_eq!(block_rows(9, 128), 128);
     }
 
     #[test]
