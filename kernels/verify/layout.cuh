@@ -28,11 +28,11 @@ struct Layout {
 #else
   static constexpr bool kMovesRegisters = true;
 #endif
-  __host__ __device__ static constexpr int consumer_registers(bool exact) {
-    return kRows == 64 ? (exact ? 232 : 240) : kRows == 32 ? 224 : 184;
+  __host__ __device__ static constexpr int consumer_registers() {
+    return kRows == 64 ? 232 : kRows == 32 ? 224 : 184;
   }
-  __host__ __device__ static constexpr int producer_registers(bool exact) {
-    return kRows == 64 ? (exact ? 40 : 24) : kRows == 32 ? 32 : 72;
+  __host__ __device__ static constexpr int producer_registers() {
+    return kRows == 64 ? 40 : kRows == 32 ? 32 : 72;
   }
   static constexpr int kSharedSteps = kRows == 32 ? 3 : 1;        // steps of the scores whose queries lie in shared memory
   static constexpr int kMTiles = kRows == 16 ? 1 : 2;             // m16 tiles of a quad's rows

@@ -111,11 +111,19 @@ __device__ __forceinline__ void copy_word(uint32_t dst, const void* src) {
 }
 __device__ __forceinline__ void copy_word_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Moves registers between the warps of a block: all warps of a group of four must come here.
+// Moves registers between the warps of a block: all warps of a group of four must come here. A build for racecheck, whose own code takes
+// registers, moves none and spills instead.
+#ifdef KDTREE_RACECHECK
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {}
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {}
+#else
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters>
 __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+#endif
 
 // Programmatic dependent launch: lets the next kernel start, and waits in it until the one before is done.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -2,14 +2,16 @@
 // pipeline, so that scores, softmax, values and copies of different tiles run at the same time. tree.cuh does the same work, a tile
 // at a time, with fewer rows or in `exact` numerics.
 //
-//   4 scorers     two for each half of the rows: each multiplies 32 rows by half of the columns of K, gives the sums for 16 of the rows to
-//                 the other, and does the softmax of the other 16; keeps its queries in registers
+//   4 scorers     two for each half of the rows: each multiplies 32 rows by half of the columns of K and hands the sums over in f32; keeps
+//                 its queries in registers, those of the rope columns in shared memory
+//   4 keepers     two for each half of the rows: each adds the scorers' sums up for 16 rows, does their softmax and hands P over; and looks
+//                 slots up and starts copies for one place of the ring
 //   8 gatherers   four for each half of the rows: each keeps 32 rows x 128 columns of O in registers and adds P x V
-//   4 producers   look slots up and start copies (block.cuh)
 //
-// A scheduler has one scorer, a gatherer of each half and a producer. Whatever passes from one role to another is told by mbarriers:
-// `full` and `empty` of a place in the ring, `ready` and `taken` of the two places for P. The two scorers of a half meet once a tile, at a
-// barrier of 64 threads. P travels as the registers of the scorer, which are the A fragment that the gatherer needs.
+// A scheduler has one scorer, a gatherer of each half and a keeper. Whatever passes from one role to another is told by mbarriers:
+// `full` and `empty` of a place in the ring, `scored` and `read` of the scores, `ready` and `taken` of the two places for P. P travels as
+// the A fragment that the gatherer needs. Gatherers read V of a tile whose `full` they have not seen themselves: its keepers had `scored`
+// from scorers who had.
 //
 // Registers are what is scarce: what all lanes of a warp agree on is kept `uniform`, addresses in shared memory are numbers that differ
 // by constants.
@@ -66,8 +68,8 @@ __device__ __forceinline__ uint32_t kept(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// Never true (`end` is positive), but the assembler moves no instruction over a branch: else it would load each fragment just before it is
-// needed.
+// The assembler moves nothing over a read of the clock, and emits nothing for one that is not used. Without it each fragment would be loaded
+// just before it is needed. (A branch does the same, but waits for all products under way.)
 __device__ __forceinline__ void pin() {
   asm volatile("{\n.reg .u32 x;\nmov.u32 x, %clock;\n}" ::: "memory");
 }
@@ -539,24 +541,27 @@ __device__ inline void verify(const VerifyParams& p, const CUtensorMap* rows_map
   if (threadIdx.x == 0) sm.unit = unit, sm.member = blockIdx.x - unit * sm.plan.team;
   if (blockIdx.x == gridDim.x - 1) write_pieces<64, false>(p, sm.plan);
   if (unit >= sm.plan.units) return;
-  __syncthreads();
 
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const Job b{p, rows_map, tile_map, sm};
   const uint32_t lane = threadIdx.x % 32, base = smem_addr(raw), halves = base + offsetof(Shared, halves);
-  auto hidden = [&](uint32_t x) { return there_and_back(smem_addr(sm.halves[0].query) + 4 * threadIdx.x, x); };
+  const bool scores = warp < kScorers, gathers = !scores && warp < kScorers + kGatherers;
+  const int pair = scores ? warp / 2 : gathers ? (warp - kScorers) / 4 : (warp - kScorers - kGatherers) / 2;
+  const uint32_t side = gathers ? 0 : warp % 2;
+  // By way of memory that holds nothing yet: else the assembler would work it out anew, from a slow special register.
+  const uint32_t mine = there_and_back(smem_addr(sm.halves[0].query) + 4 * threadIdx.x, halves + sizeof(Half) * pair + 512 * side + 16 * lane);
   if (lane == 0) sm.walks[warp] = start_fast(p, SharedPlan{p, sm.plan}, unit);
-  __syncwarp();
-  if (warp >= kScorers + kGatherers) {
-    fewer_registers<kKeeperRegisters>();
-    const int keeper = warp - kScorers - kGatherers;
-    Keeper{{b, base, hidden(halves + sizeof(Half) * (keeper / 2) + 512 * (keeper % 2) + 16 * lane)}}.run();
-  } else if (warp >= kScorers) {
-    more_registers<kGathererRegisters>();
-    Gatherer{{b, base, hidden(halves + sizeof(Half) * ((warp - kScorers) / 4) + 16 * lane)}}.run();
-  } else {
+  __syncthreads();
+
+  if (scores) {
     more_registers<kScorerRegisters>();
-    Scorer{{b, base, hidden(halves + sizeof(Half) * (warp / 2) + 512 * (warp % 2) + 16 * lane)}}.run();
+    Scorer{{b, base, mine}}.run();
+  } else if (gathers) {
+    more_registers<kGathererRegisters>();
+    Gatherer{{b, base, mine}}.run();
+  } else {
+    fewer_registers<kKeeperRegisters>();
+    Keeper{{b, base, mine}}.run();
   }
 }
 

@@ -82,10 +82,10 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
 
   Block<kRows, kExact> b{p, rows_map, tile_map, sm};
   auto give_registers = [] {
-    if constexpr (L::kMovesRegisters) fewer_registers<L::producer_registers(kExact)>();
+    if constexpr (L::kMovesRegisters) fewer_registers<L::producer_registers()>();
   };
   auto take_registers = [] {
-    if constexpr (L::kMovesRegisters) more_registers<L::consumer_registers(kExact)>();
+    if constexpr (L::kMovesRegisters) more_registers<L::consumer_registers()>();
   };
   if (warp >= L::kConsumers) {
     if constexpr (kJoins) {
@@ -273,8 +273,6 @@ __device__ void verify_tree(const VerifyParams& p, const CUtensorMap* rows_map, 
         mma(s[i][0], rows, kk[0], kk[1]), mma(s[i][1], rows, kk[2], kk[3]);
       }
       if (n + ahead < kSteps) fetch_keys(tile, at, n + ahead);
-      // Never true. The assembler moves no load over a branch, and would else load each fragment just before it is needed.
-      if (L::kQuads > 1 && !kExact && hurried && n % 2 == 1 && n < 6 && tile < 0) __trap();
     }
     if (hurried && !L::kKeepOwn) mbarrier_wait(taken_at(), (tile & 1) ^ 1);   // else it has been waited for
     // [source][half][octet][lane] of float2; `exchange_at` is this lane's place in the octet of the warp's own number.

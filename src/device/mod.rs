@@ -209,6 +209,8 @@ pub struct Bucket {
     pub requests: u16,
     /// Requests that draft.
     pub drafting: u16,
+    /// Whether the prefixes are so long together that the device takes other launches for them.
+    pub long: bool,
     /// Whether any request wants log-probabilities, has masks, has penalties or samples above temperature 0: one bit each.
     pub extras: u8,
 }

@@ -16,6 +16,8 @@ pub struct CudaRows {
     pub group_bound: usize,
     /// Keys that a row may see at most (a launch bound for direct attention; exact on the host for prompt chunks).
     pub reach: usize,
+    /// Whether the groups' prefixes are long together (chooses the verify kernel's blocks).
+    pub long: bool,
     pub tokens: CudaSlice<u32>,
     pub positions: CudaSlice<u32>,
     /// Cache slot that each row's latent (or context) is written to.
@@ -47,6 +49,7 @@ impl CudaRows {
             bound: 0,
             group_bound: 0,
             reach: 0,
+            long: false,
             tokens: stream.alloc_zeros(capacity).during(what)?,
             positions: stream.alloc_zeros(capacity).during(what)?,
             slots: stream.alloc_zeros(capacity).during(what)?,

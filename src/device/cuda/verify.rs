@@ -1,8 +1,8 @@
 //! Typed launch of the verify kernels.
 //!
 //! [`Verify::new`] loads the machine code and allocates the scratch once, for the largest launch; [`Verify::launch`] only enqueues
-//! one or two kernels: a tree kernel that joins its pieces itself (`fast`, 16 or 32 rows a block) needs no merge. Lengths, lists and masks are read on the device, so a captured launch serves every later round of the same
-//! bucket (batch, rows).
+//! one or two kernels: a tree kernel that joins its pieces itself (`fast`, 16 or 32 rows a block) needs no merge. Lengths, lists and
+//! masks are read on the device, so a captured launch serves every later round of the same bucket (batch, rows).
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, sys::CUdeviceptr};
 
@@ -15,15 +15,16 @@ use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 const WIDE_MERGE: usize = 32;
 const MID_MERGE: usize = 1024;
 
-/// Query rows a request takes in a block of `fast`, at most: few requests are a matter of latency, so they take small blocks, and as
-/// many of them as there are (measured, docs/kernel.md).
-pub fn block_rows(requests: usize, rows_and_heads: usize) -> usize {
-    const SMALL: usize = 32;
-    if requests == 1 || requests <= 8 && rows_and_heads <= 128 { rows_and_heads.min(SMALL) } else { rows_and_heads }
-}
+/// Tokens of all requests' prefixes from which on a launch is no longer a matter of latency.
+pub const LONG: usize = 1 << 16;
 
-/// Tokens of all requests' longest prefixes from which on a launch is no longer a matter of latency, and large blocks are faster.
-const LONG: usize = 1 << 16;
+/// Query rows a request takes in a block of `fast`, at most: few requests with short prefixes are a matter of latency, so they take
+/// small blocks, and as many of them as there are (measured, docs/kernel.md).
+pub fn block_rows(requests: usize, rows_and_heads: usize, long: bool) -> usize {
+    const SMALL: usize = 32;
+    let few = requests == 1 || requests <= 8 && rows_and_heads <= 128;
+    if few && !long { rows_and_heads.min(SMALL) } else { rows_and_heads }
+}
 
 /// Number of a `Verify`'s first launch; fresh memory bears 0.
 const FIRST_LAUNCH: u64 = 1;
@@ -183,13 +184,17 @@ pub struct Verify {
 }
 
 impl Verify {
-    /// Loads the kernels for `limits` and allocates their scratch.
+    /// Loads the kernels for launches like the largest one in `limits`, and allocates their scratch.
     pub fn new(gpu: &Gpu, limits: Limits, tuning: Tuning) -> Result<Self, CudaError> {
+        let long = limits.batch * limits.prefix >= LONG;
+        Self::with_blocks(gpu, limits, tuning, block_rows(limits.batch, limits.rows_per_request * limits.heads, long))
+    }
+
+    /// The same, with blocks of `fast` that hold `fast_rows` query rows (or 64, the most).
+    pub fn with_blocks(gpu: &Gpu, limits: Limits, tuning: Tuning, fast_rows: usize) -> Result<Self, CudaError> {
         check(&limits)?;
         let of_rows = |wanted: usize| *TREE_SHARED.iter().find(|(rows, _)| *rows >= wanted).unwrap_or(&TREE_SHARED[2]);
         let rows_wanted = limits.rows_per_request * limits.heads;
-        let short = limits.batch * limits.prefix < LONG;
-        let fast_rows = if short { block_rows(limits.batch, rows_wanted) } else { rows_wanted };
         let (fast, exact) = (Tree::load(gpu, of_rows(fast_rows), Numerics::Fast)?, Tree::load(gpu, of_rows(rows_wanted), Numerics::Exact)?);
         let merge_module = gpu.module("verify_merge")?;
         let of_fast = fast_partials(&limits, &fast);
@@ -371,11 +376,13 @@ mod tests {
 
     #[test]
     fn few_requests_take_small_blocks_and_many_take_blocks_that_hold_them() {
-        assert_eq!(block_rows(1, 8), 8);
-        assert_eq!(block_rows(1, 512), 32);
-        assert_eq!(block_rows(8, 128), 32);
-        assert_eq!(block_rows(8, 256), 256);
-        assert_eq!(block_rows(9, 128), 128);
+        assert_eq!(block_rows(1, 8, false), 8);
+        assert_eq!(block_rows(1, 512, false), 32);
+        assert_eq!(block_rows(1, 512, true), 512);
+        assert_eq!(block_rows(8, 128, false), 32);
+        assert_eq!(block_rows(8, 128, true), 128);
+        assert_eq!(block_rows(8, 256, false), 256);
+        assert_eq!(block_rows(9, 128, false), 128);
     }
 
     #[test]

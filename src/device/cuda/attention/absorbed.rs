@@ -46,7 +46,7 @@ impl Launchers {
             // A draft may reach beyond the longest context by its own rows.
             let prefix = limits.context + MAX_ROWS;
             let limits = verify::Limits { batch: limits.requests, rows: limits.verify_rows, rows_per_request, heads, prefix, exact };
-            Ok(verify::Verify::new(gpu, limits, Tuning::default())?)
+            Ok(verify::Verify::with_blocks(gpu, limits, Tuning::default(), tile)?)
         };
         // Tiles that hold a draft row's heads, up to the first that holds a whole request.
         let holding: Vec<usize> = TREE_SHARED.iter().map(|&(tile, _)| tile).filter(|&tile| tile >= heads).collect();
@@ -56,10 +56,10 @@ impl Launchers {
         Ok(Self { heads, by_tile, planted: Planted::new(gpu, limits.requests, limits.verify_rows)? })
     }
 
-    /// The launcher whose tile holds an average request of the bucket, or less where its requests are few.
+    /// The launcher whose tile holds an average request of the bucket, or less where its requests are few and short.
     fn of(&self, rows: &CudaRows) -> &verify::Verify {
         let average = (rows.bound * self.heads).div_ceil(rows.group_bound.max(1));
-        let wanted = verify::block_rows(rows.group_bound, average);
+        let wanted = verify::block_rows(rows.group_bound, average, rows.long);
         let fitting = self.by_tile.iter().find(|launcher| launcher.tile_rows() >= wanted);
         fitting.unwrap_or(&self.by_tile[self.by_tile.len() - 1])
     }

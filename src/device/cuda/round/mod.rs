@@ -171,6 +171,7 @@ impl CudaRound {
     pub fn place_trees(&self, device: &CudaDevice, rows: &mut CudaRows) -> Result<()> {
         self.fits(rows, self.sizes.rows)?;
         self.describe(rows, self.sizes.rows, self.sizes.groups, self.reach);
+        rows.long = self.sizes.long;
         let mut values = [(rows.bound as i32).bits(), (rows.group_bound as i32).bits()];
         let row_pointers = rows.pointers(&device.gpu);
         let structs = [by_value(&self.memory.pointers), by_value(&row_pointers)];

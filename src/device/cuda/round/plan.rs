@@ -4,6 +4,7 @@ use cudarc::driver::result;
 
 use super::super::device::CudaDevice;
 use super::super::error::During;
+use super::super::verify;
 use super::CudaRound;
 use super::layout::*;
 use super::memory::result_places;
@@ -19,6 +20,8 @@ pub(super) struct Sizes {
     pub groups: usize,
     /// Requests that draft, rounded up likewise; 0 = nobody.
     pub drafting: usize,
+    /// The requests' prefixes are long together ([`verify::LONG`]).
+    pub long: bool,
     /// Some request draws its tokens (temperature above 0).
     pub draws: bool,
     /// Some request wants log-probabilities.
@@ -51,7 +54,7 @@ impl CudaRound {
         words.resize(PLAN_HEAD, 0);
         self.planned.clear();
         self.sizes = Sizes::default();
-        let (mut first, mut drafting, mut reach) = (0, 0, 0);
+        let (mut first, mut drafting, mut reach, mut prefixes) = (0, 0, 0, 0);
         for (at, share) in shares.iter().enumerate() {
             let running = self.requests[share.request].as_mut().expect("checked");
             let drafts = share.rows > 1 && slots > 0;
@@ -64,6 +67,7 @@ impl CudaRound {
             self.sizes.draws |= running.draws;
             self.sizes.reports |= running.reports;
             reach = reach.max(running.length + running.planned + share.rows.max(if drafts { slots + 1 } else { 0 }));
+            prefixes += running.length + running.planned;
             running.planned += share.rows;
             first += share.rows;
         }
@@ -73,6 +77,7 @@ impl CudaRound {
         self.sizes.rows = padded(rows, self.limits.verify_rows);
         self.sizes.groups = padded(shares.len(), requests);
         self.sizes.drafting = padded(drafting, requests);
+        self.sizes.long = prefixes >= verify::LONG;
         self.rows = rows;
         self.reach = reach.next_power_of_two().max(1024);
         (self.begun, self.unread) = (begin, true);
@@ -112,6 +117,7 @@ impl CudaRound {
             rows: if verify { sizes.rows as u16 } else { 0 },
             requests: sizes.groups as u16,
             drafting: sizes.drafting as u16,
+            long: verify && sizes.long,
             extras: if verify { u8::from(sizes.draws) | u8::from(sizes.reports) << 1 } else { 0 },
         })
     }
