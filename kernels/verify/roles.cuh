@@ -399,6 +399,7 @@ struct Keeper : Worker {
   // The place of a tile is free, or nearly: fetches what comes there next and looks up what comes then.
   __device__ __forceinline__ int refill(int tile, int slot) const {
     const Pending next = b.sm.pending[number()];
+    __syncwarp();                                   // all have read it before one of them writes it anew
     if (next.more) fetch(tile + kStages, slot);
     return look_up(tile + 2 * kStages, next.ahead, next.more);
   }
