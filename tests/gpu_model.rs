@@ -23,8 +23,9 @@ use serde_json::Value;
 
 const TOKENS: u32 = 64;
 
-/// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16. On the H200 one of
-/// sixty texts parts from the CPU's at 0.103, the others below 0.031; budgets part from each other below 0.008.
+/// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16. On the H200 texts part
+/// from the CPU's below 0.031 and budgets from each other below 0.015, but where a router's near-tie falls the other way
+/// (docs/performance.md: text 23 at 0.103; text 11 at 0.6 to 0.8).
 const MARGIN: f32 = 0.15;
 
 /// Options for the model in the repository on a card; `None`, with the reason printed, where there is none.
