@@ -3,8 +3,6 @@
 
 mod common;
 
-use std::sync::{Mutex, PoisonError};
-
 use common::{options, sampled, sixty_prompts, tokens, with_engine};
 use kdtree::device::Verify;
 use kdtree::engine::contract::TokenLogprob;
@@ -13,9 +11,6 @@ use kdtree::engine::options::EngineOptions;
 use kdtree::speculate::budget::Budget;
 
 const TOKENS: u32 = 64;
-
-/// Both tests keep every core busy: side by side they only wait for each other's threads.
-static ALONE: Mutex<()> = Mutex::new(());
 
 const BUDGETS: [Budget; 5] = [Budget::Off, Budget::Chain, Budget::Tree(8), Budget::Tree(32), Budget::Tree(64)];
 
@@ -44,7 +39,6 @@ fn by_prompt(all: &[Vec<u32>], together: usize) -> Vec<(Vec<u32>, Vec<u32>)> {
 
 #[test]
 fn every_budget_batch_and_thread_count_gives_the_same_tokens() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let reference = with_engine(options(), |driver| by_prompt(&all(driver, Budget::Off, 1), 1));
     assert_eq!(reference.len(), 60);
     assert!(reference.iter().filter(|(plain, seeded)| plain != seeded).count() > 40, "sampling must differ from greedy");
@@ -67,7 +61,6 @@ fn every_budget_batch_and_thread_count_gives_the_same_tokens() {
 /// Not only the tokens: the log-probabilities of the twenty best tokens, which hang on every logit of the row, have the same bits.
 #[test]
 fn logits_of_shared_rows_have_the_same_bits_under_every_budget() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let run = |options: EngineOptions, budget: Budget, together: usize| {
         with_engine(options, move |driver| {
             let prompts: Vec<_> = sixty_prompts(driver).into_iter().step_by(8).collect();

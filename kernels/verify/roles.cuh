@@ -52,7 +52,7 @@ struct Pending {
 struct Shared {
   uint8_t ring[kStages][kTileBytes];                // aligned to 1024 bytes, the period of the swizzle
   Half halves[2];
-  Walk walks[kWarps];                // the piece a warp is at
+  Walk walks[kWarps];                               // the piece a warp is at
   int unit, member;                                 // the team this block is in, and its place there
   Plan plan;
   Fetch fetch[kKeepers];                            // where each keeper looks up next

@@ -1,9 +1,9 @@
 // The tree-verify kernel: KV split over the card, tensor cores, each KV byte fetched once for all heads and rows of a row tile.
 //
 // The unit of work is a *quad*: four warps, one a scheduler, that own up to 32 query rows (rows are draft row major, head minor) and
-// walk 16-token tiles of KV. A block is one quad (16 or 32 rows) or two (64 rows) that share one ring of KV tiles but no barrier, so
-// that one's latencies pass under the other's tensor cores, and four producer warps that fill the ring (block.cuh). Step n of a quad,
-// with one barrier:
+// walk 16-token tiles of KV. A block is one quad (16 or 32 rows) or two (64 rows in `exact`; in `fast` see roles.cuh) that share one ring of
+// KV tiles but no barrier, so that one's latencies pass under the other's tensor cores, and four producer warps that fill the ring
+// (block.cuh). Step n of a quad, with one barrier:
 //
 //   -- quad barrier: the scores of tile n + 1 and the probabilities of tile n are there
 //   values and softmax   O += P(n) x V(n), and, interleaved, P(n + 1) out of the four slices of the scores (eight rows a warp)
@@ -11,7 +11,7 @@
 //
 // At 16 rows in `fast` up to four tiles go between two barriers instead (`walk_batches`): such a launch is a chain of latencies.
 //
-// Q and O live in registers, all but the queries of the rope columns: at 32 rows a quad 64 + 128 of 240. Producers give theirs up.
+// Q and O live in registers, all but the queries of the rope columns: at 32 rows a quad 64 + 128 of 224 to 232. Producers give theirs up.
 // Shared memory holds the ring, the score exchange and P. Both exchanges keep the tensor cores' own layout, so no access meets a bank
 // conflict.
 #pragma once

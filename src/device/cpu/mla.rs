@@ -1,10 +1,14 @@
-//! Multi-head latent attention on the CPU: the latent cache, and `kv_b_proj` in the forms that attention needs.
+//! Multi-head latent attention on the CPU: the latent cache, the projections in front of attention, and `kv_b_proj` in the forms that
+//! attention needs.
 //! The direct attention of prompt rows is in [`super::prompt`], the absorbed one of draft rows in [`super::verify`].
 
 use half::bf16;
 
 use super::gemm::PanelMatrix;
-use crate::device::MlaShape;
+use super::parallel::{SharedMut, split};
+use super::rows::CpuRows;
+use super::{CpuAct, CpuDevice, layers, norm_rows, sized};
+use crate::device::{MlaProjection, MlaShape};
 use crate::model::tensor::Matrix;
 
 /// Latents of every layer, f32 rows of `latent + rope` values, by slot.
@@ -64,5 +68,57 @@ impl CpuAbsorbed {
                 .map(|h| kv_b.data[h * per_head * shape.latent..][..shape.nope * shape.latent].iter().map(|w| w.to_bits()).collect())
                 .collect(),
         }
+    }
+}
+
+impl CpuDevice {
+    /// Queries of every row, rotated.
+    pub(super) fn queries(&self, weights: &MlaProjection<Self>, shape: MlaShape, h: &CpuAct, rows: &CpuRows, q: &mut CpuAct) {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, rank, width) = (rows.len(), weights.q_a.n, q.width);
+        let low = sized(&mut scratch.wide, n * rank);
+        self.linear_rows(&h.data, h.width, n, &weights.q_a, low, rank);
+        let normed = sized(&mut scratch.normed, n * rank);
+        norm_rows(self.isa, low, &weights.q_a_norm, weights.eps, normed);
+        self.linear_rows(normed, rank, n, &weights.q_b, &mut q.data, width);
+        let (isa, rope, queries) = (self.isa, &self.rope, SharedMut::new(&mut q.data));
+        split(n, 32, &|range| {
+            for row in range {
+                let (cos, sin) = rope.at(rows.positions[row]);
+                // SAFETY: rows are disjoint.
+                let q = unsafe { queries.range(row * width, width) };
+                for head in q.chunks_exact_mut(shape.query_width()) {
+                    layers::rope_interleaved(isa, &mut head[shape.nope..], cos, sin);
+                }
+            }
+        });
+    }
+
+    /// The rows' latents into the cache: `[normed latent ; rotated key]`.
+    pub(super) fn store_latents(
+        &self,
+        weights: &MlaProjection<Self>,
+        shape: MlaShape,
+        h: &CpuAct,
+        rows: &CpuRows,
+        latents: &mut CpuLatents,
+        layer: usize,
+    ) {
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (n, wide) = (rows.len(), shape.cache_width());
+        let latent = sized(&mut scratch.latent, n * wide);
+        self.linear_rows(&h.data, h.width, n, &weights.kv_a, latent, wide);
+        let (isa, rope, latent, cache) = (self.isa, &self.rope, &*latent, SharedMut::new(&mut latents.layers[layer]));
+        split(n, 32, &|range| {
+            for row in range {
+                let (cos, sin) = rope.at(rows.positions[row]);
+                let latent = &latent[row * wide..(row + 1) * wide];
+                // SAFETY: rows have slots of their own.
+                let to = unsafe { cache.range(rows.slots[row] as usize * wide, wide) };
+                layers::rms_norm(isa, &latent[..shape.latent], &weights.kv_a_norm, weights.eps, &mut to[..shape.latent]);
+                to[shape.latent..].copy_from_slice(&latent[shape.latent..]);
+                layers::rope_interleaved(isa, &mut to[shape.latent..], cos, sin);
+            }
+        });
     }
 }

@@ -230,13 +230,7 @@ impl CudaDevice {
         // of what would be a whole one and a part.
         let (wave, waiting) = (2 * gpu.sms as usize, groups * rows.div_ceil(tile));
         let halves_waves = blocks(1) * waiting > wave && blocks(2) * waiting <= wave;
-        let together = if combines {
-            1
-        } else if halves_waves || (tile == 32 && blocks(2) * groups >= wave) {
-            2
-        } else {
-            1
-        };
+        let together = if !combines && (halves_waves || (tile == 32 && blocks(2) * groups >= wave)) { 2 } else { 1 };
         let kernels = &self.products.dense[usize::from(dense.half != 0) + usize::from(dense.rest != 0)];
         let function = match together {
             2 => &kernels.two[kernel],
