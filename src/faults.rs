@@ -18,11 +18,22 @@ pub enum Fault {
     SlowRound,
     /// `kernel-error=1`: the custom verify kernel returns wrong numbers, which the gate must notice.
     KernelError,
+    /// `other-expert=N`: at the N-th near-tie of the CPU's router the runner-up takes the place of the last expert chosen, once, as
+    /// coarser arithmetic might decide.
+    OtherExpert,
 }
 
 impl Fault {
-    pub const ALL: [Self; 7] =
-        [Self::NanLogits, Self::SamplerError, Self::EnginePanic, Self::EngineHang, Self::SlowLoad, Self::SlowRound, Self::KernelError];
+    pub const ALL: [Self; 8] = [
+        Self::NanLogits,
+        Self::SamplerError,
+        Self::EnginePanic,
+        Self::EngineHang,
+        Self::SlowLoad,
+        Self::SlowRound,
+        Self::KernelError,
+        Self::OtherExpert,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -33,6 +44,7 @@ impl Fault {
             Self::SlowLoad => "slow-load",
             Self::SlowRound => "slow-round",
             Self::KernelError => "kernel-error",
+            Self::OtherExpert => "other-expert",
         }
     }
 }

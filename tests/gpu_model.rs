@@ -24,9 +24,12 @@ use serde_json::Value;
 const TOKENS: u32 = 64;
 
 /// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16. On the H200 texts part
-/// from the CPU's below 0.031 and budgets from each other below 0.015, but where a router's near-tie falls the other way
-/// (docs/performance.md: text 23 at 0.103; text 11 at 0.6 to 0.8).
-const MARGIN: f32 = 0.15;
+/// from the CPU's below 0.031 and budgets from each other below 0.015, but for those of [`REROUTED`].
+const MARGIN: f32 = 0.1;
+
+/// Texts that may part at any margin, at this step: the router's choice there stands on a near-tie, and with the other expert the CPU's
+/// own text parts at the same step (tests/router.rs).
+const REROUTED: [(usize, usize); 2] = [(11, 59), (23, 21)];
 
 /// Options for the model in the repository on a card; `None`, with the reason printed, where there is none.
 fn on_card(numerics: Numerics) -> Option<EngineOptions> {
@@ -62,14 +65,9 @@ fn watched(prompts: &[Vec<u32>], budget: Budget) -> Vec<kdtree::engine::contract
     prompts.iter().map(request).collect()
 }
 
-/// How many texts are equal; every divergence must stand at a step that `reference` calls close.
+/// How many texts are equal; every divergence must stand at a step that `reference` calls close, or where the router's near-tie is known.
 fn compare(what: &str, found: &[Vec<u32>], reference: &[Generated]) -> usize {
-    compare_but(0, what, found, reference)
-}
-
-/// The same, but for at most `rerouted` texts.
-fn compare_but(rerouted: usize, what: &str, found: &[Vec<u32>], reference: &[Generated]) -> usize {
-    let (mut equal, mut wide) = (0, 0);
+    let mut equal = 0;
     for (at, (found, wanted)) in found.iter().zip(reference).enumerate() {
         let first = found.iter().zip(&wanted.tokens).position(|(a, b)| a != b);
         match first {
@@ -77,8 +75,8 @@ fn compare_but(rerouted: usize, what: &str, found: &[Vec<u32>], reference: &[Gen
             Some(step) => {
                 let close = margin(&wanted.logprobs[step]);
                 println!("{what}: text {at} differs at step {step}, margin {close:.4}");
-                wide += usize::from(close >= MARGIN);
-                assert!(wide <= rerouted, "{what}: text {at} differs at step {step} although the margin is {close}");
+                let known = close < MARGIN || REROUTED.contains(&(at, step));
+                assert!(known, "{what}: text {at} differs at step {step} although the margin is {close}");
             }
         }
     }
@@ -194,7 +192,7 @@ fn most_texts_equal_the_cpus_and_the_rest_differ_where_the_choice_is_close() {
             let requests = watched(&sixty_prompts(driver), Budget::Tree(8));
             tokens(&driver.generate(requests).unwrap())
         });
-        let equal = compare_but(1, &format!("card, verify {verify}, against the CPU"), &found, &reference);
+        let equal = compare(&format!("card, verify {verify}, against the CPU"), &found, &reference);
         assert!(equal * 4 >= reference.len() * 3, "only {equal} of {} texts equal", reference.len());
     }
 }
@@ -252,8 +250,6 @@ fn exact_numerics_give_the_same_log_probability_bits_under_every_budget() {
     }
 }
 
-/// One text in sixty may part at any margin: where two experts are as good as tied, rounding chooses one, and what follows is a step,
-/// not a rounding error. On the H200 text 11 does, under the larger trees.
 #[test]
 fn fast_numerics_differ_between_budgets_only_where_the_choice_is_close() {
     let Some(card) = on_card(Numerics::Fast) else { return };
@@ -266,7 +262,7 @@ fn fast_numerics_differ_between_budgets_only_where_the_choice_is_close() {
             let requests = watched(&sixty_prompts(driver), budget);
             tokens(&driver.generate(requests).unwrap())
         });
-        compare_but(1, &format!("fast, {budget} against off"), &found, &reference);
+        compare(&format!("fast, {budget} against off"), &found, &reference);
     }
 }
 

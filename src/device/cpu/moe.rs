@@ -12,6 +12,7 @@ use super::layers::swiglu;
 use super::parallel::{SharedMut, split, split_fine};
 use super::simd::{Isa, Lanes, WIDTH, dispatch};
 use super::tiles::GROUP;
+use crate::faults::{Fault, fires, planted};
 
 /// Routed experts of one layer: gate stacked above up, and down.
 pub struct CpuExperts {
@@ -294,6 +295,9 @@ unsafe fn add_weighted_kernel<V: Lanes>(weights: &[f32], at: &[u32], rows: &[f32
     }
 }
 
+/// Two scores closer than this are as good as tied: activations in bf16 decide between them either way.
+const NEAR_TIE: f32 = 2e-3;
+
 /// Chooses experts from router logits `[rows, experts]`.
 pub fn route(gates: &[f32], bias: &[f32], top_k: usize, scaling: f32, routes: &mut Routes) {
     let (experts, rows) = (bias.len(), gates.len() / bias.len());
@@ -305,7 +309,8 @@ pub fn route(gates: &[f32], bias: &[f32], top_k: usize, scaling: f32, routes: &m
     let (ids, weights) = (SharedMut::new(&mut routes.ids), SharedMut::new(&mut routes.weights));
     split(rows, 32, &|range| {
         let mut scores = vec![0f32; experts];
-        let mut taken: Vec<(f32, u32)> = Vec::with_capacity(top_k);
+        let kept = top_k + usize::from(planted(Fault::OtherExpert).is_some());
+        let mut taken: Vec<(f32, u32)> = Vec::with_capacity(kept);
         for row in range {
             taken.clear();
             for (e, (score, gate)) in scores.iter_mut().zip(&gates[row * experts..]).enumerate() {
@@ -313,11 +318,15 @@ pub fn route(gates: &[f32], bias: &[f32], top_k: usize, scaling: f32, routes: &m
                 let key = *score + bias[e];
                 // NaN sorts nowhere: it is kept out of the choice and shows in the output through its own logit.
                 let place = taken.iter().position(|&(other, _)| key > other).unwrap_or(taken.len());
-                if place < top_k {
-                    taken.truncate(top_k - 1);
+                if place < kept {
+                    taken.truncate(kept - 1);
                     taken.insert(place, (key, e as u32));
                 }
             }
+            if taken.len() > top_k && taken[top_k - 1].0 - taken[top_k].0 < NEAR_TIE && fires(Fault::OtherExpert) {
+                taken.swap(top_k - 1, top_k);
+            }
+            taken.truncate(top_k);
             let sum: f32 = taken.iter().map(|&(_, e)| scores[e as usize]).sum::<f32>() + 1e-20;
             // SAFETY: rows are disjoint.
             let (ids, weights) = unsafe { (ids.range(row * top_k, top_k), weights.range(row * top_k, top_k)) };
