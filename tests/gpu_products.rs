@@ -119,6 +119,18 @@ fn row_wise_operations_equal_the_cpu() {
         assert_eq!(copied[3 * 3 * width..], tapped);
         assert_eq!(copied[..3 * width], tapped[(count - 1) * 3 * width..]);
         assert!(device.copy_range(&taps, 1, count, &mut ring, 0).is_err() && device.copy_range(&taps, 0, count, &mut ring, 4).is_err());
+        // More rows than one launch moves, in any order.
+        let mut moved = device.act(count + 300, 3 * width).unwrap();
+        let places: Vec<(usize, usize)> = (0..count + 300).map(|to| (random.below(count), count + 299 - to)).collect();
+        device.scatter_rows(&taps, &places, &mut moved).unwrap();
+        let moved = device.read(&moved, count + 300).unwrap();
+        for (from, to) in places {
+            assert_eq!(moved[to * 3 * width..(to + 1) * 3 * width], tapped[from * 3 * width..(from + 1) * 3 * width]);
+        }
+        assert!(
+            device.scatter_rows(&taps, &[(count, 0)], &mut ring).is_err()
+                && device.scatter_rows(&taps, &[(0, count + 3)], &mut ring).is_err()
+        );
         for row in 0..count {
             let at = row * 3 * width;
             assert_eq!(tapped[at..at + width], x[row * width..(row + 1) * width]);

@@ -26,7 +26,7 @@ __device__ void absorb(const float* q, const __nv_bfloat16* kv_b, const uint32_t
 
   for (int i = threadIdx.x; i < kNope * kColumns / 8; i += kThreads) {
     const int row = i / (kColumns / 8), chunk = i % (kColumns / 8);
-    copy16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + row) * kLatent + column0 + 8 * chunk);
+    copy_weights16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + row) * kLatent + column0 + 8 * chunk);
   }
   copy_commit();
   let_successor_start();
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int value0 = kValues * blockIdx.x, row0 = 16 * blockIdx.z;
   for (int i = threadIdx.x; i < kValues * kLatent / 8; i += kThreads) {
     const int row = i / (kLatent / 8), chunk = i % (kLatent / 8);
-    copy16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + kNope + value0 + row) * kLatent + 8 * chunk);
+    copy_weights16(smem_addr(&w[row][8 * chunk]), kv_b + static_cast<int64_t>(head * kHeadRows + kNope + value0 + row) * kLatent + 8 * chunk);
   }
   let_successor_start();
   wait_for_predecessor();
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < kManyRows * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int64_t weight = head * kHeadRows + kNope + value0 + row;
-      copy16(smem_addr(&sm.w[quarter % 2][row][8 * chunk]), kv_b + weight * kLatent + kQuarter * quarter + 8 * chunk);
+      copy_weights16(smem_addr(&sm.w[quarter % 2][row][8 * chunk]), kv_b + weight * kLatent + kQuarter * quarter + 8 * chunk);
       const bool present = row0 + row < live;
       const int64_t from = static_cast<int64_t>(present ? row0 + row : 0) * heads + head;
       copy16(smem_addr(&sm.a[quarter % 2][row][8 * chunk]), latents + from * kLatent + kQuarter * quarter + 8 * chunk, present);

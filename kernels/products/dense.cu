@@ -8,83 +8,101 @@
 
 constexpr int RING_BYTES = 8192;  // of a warp
 
-// Adds up a block's sums of its slices, and the cluster's groups, in order, and stores them.
-template <int NT, int MT, bool COMBINES> __device__ __forceinline__ void finish(const Dense& p, const Job& job, float (&d)[MT][NT][4], uint8_t* shared, int tile, int first_row) {
-  constexpr int SUMS = MT * NT;
-  static_assert(SUMS <= SLICES, "a warp adds one sum");
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
-  __syncthreads();
-  float4* sums = reinterpret_cast<float4*>(shared);
+// What a block works on: MT tiles of 16 weight rows x NT tiles of 8 activation rows; a warp of it has a slice of k, and a ring in shared
+// memory. grid (cluster, chunks of 8 NT rows, MT tiles each of the jobs)
+template <int NT, int MT> struct Block {
+  static constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
+  const Job& job;
+  int lane, warp, cluster, group, first_row, tile, begin, count;
+  uint32_t ring;
+  const uint8_t* at[2 * MT];
+
+  // Finds its place and sends for the first weights, which no predecessor writes.
+  __device__ __forceinline__ Block(const Dense& p, const uint8_t* shared) : Block(p, shared, (p.job[0].tiles + MT - 1) / MT) {}
+  __device__ __forceinline__ Block(const Dense& p, const uint8_t* shared, int first_places) : job(p.job[is_second(first_places)]) {
+    lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
+    first_row = blockIdx.y * 8 * NT, tile = (blockIdx.z - (is_second(first_places) ? first_places : 0)) * MT;
+    begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+    for (int m = 0; m < MT; ++m) {
+      const int held = min(tile + m, job.tiles - 1);
+      at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
+      at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
+    }
+    ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt)
-      sums[((warp * MT + m) * NT + nt) * 32 + lane] = {d[m][nt][0], d[m][nt][1], d[m][nt][2], d[m][nt][3]};
-  __syncthreads();
-  float sum[4];
-  if (warp < SUMS) {
-    const float4* from = sums + warp * 32 + lane;
-    const float4 s = *from;
-    sum[0] = s.x, sum[1] = s.y, sum[2] = s.z, sum[3] = s.w;
-#pragma unroll
-    for (int w = 1; w < SLICES; ++w) {
-      const float4 s = from[w * SUMS * 32];
-      sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
+    for (int i = 0; i < DEPTH; ++i) bring(i);
+    if (cluster > 1) {
+      if (group == 0 && threadIdx.x == 0) expect_sent((cluster - 1) * NT * MT * 512);
+      cluster_arrive();
     }
   }
-  if (cluster > 1) {
-    float4* others = reinterpret_cast<float4*>(shared + SLICES * RING_BYTES);
-    cluster_wait();  // every block of the cluster runs
-    if (group > 0 && warp < SUMS) store_in_first(smem_addr(others + ((group - 1) * SUMS + warp) * 32 + lane), {sum[0], sum[1], sum[2], sum[3]});
-    cluster_arrive();
-    cluster_wait();
-    if (group > 0) return;
-    if (warp < SUMS)
+  static __device__ __forceinline__ bool is_second(int first_places) { return static_cast<int>(blockIdx.z) >= first_places; }
+
+  // Sends for a unit of weights, if the slice has one more.
+  __device__ __forceinline__ void bring(int unit) const {
+#pragma unroll
+    for (int h = 0; h < 2 * MT; ++h) copy_weights16_if(unit < count, ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
+    copies_end_group();
+  }
+  // Where unit `unit` of tile `m` lies once it is there.
+  __device__ __forceinline__ uint32_t slot(int unit, int m) const { return ring + unit % DEPTH * UNIT_BYTES + m * 1024; }
+
+  // Adds up the sums of its slices, and the cluster's groups, in order, and stores them.
+  template <bool COMBINES> __device__ __forceinline__ void finish(const Dense& p, float (&d)[MT][NT][4], uint8_t* shared) const {
+    constexpr int SUMS = MT * NT;
+    static_assert(SUMS <= SLICES, "a warp adds one sum");
+    __syncthreads();
+    float4* sums = reinterpret_cast<float4*>(shared);
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+        sums[((warp * MT + m) * NT + nt) * 32 + lane] = {d[m][nt][0], d[m][nt][1], d[m][nt][2], d[m][nt][3]};
+    __syncthreads();
+    float sum[4];
+    if (warp < SUMS) {
+      const float4* from = sums + warp * 32 + lane;
+      const float4 s = *from;
+      sum[0] = s.x, sum[1] = s.y, sum[2] = s.z, sum[3] = s.w;
+#pragma unroll
+      for (int w = 1; w < SLICES; ++w) {
+        const float4 s = from[w * SUMS * 32];
+        sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
+      }
+    }
+    if (cluster > 1) {
+      float4* others = reinterpret_cast<float4*>(shared + SLICES * RING_BYTES);
+      cluster_wait();  // every block of the cluster runs
+      if (warp >= SUMS) return;
+      if (group > 0) {
+        send_to_first(smem_addr(others + ((group - 1) * SUMS + warp) * 32 + lane), {sum[0], sum[1], sum[2], sum[3]});
+        return;
+      }
+      wait_for_sent();
+#pragma unroll 2
       for (int i = 1; i < cluster; ++i) {
         const float4 s = others[((i - 1) * SUMS + warp) * 32 + lane];
         sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;
       }
+    }
+    if (warp < SUMS && tile + warp / NT < job.tiles) store<COMBINES>(p, job, sum, tile + warp / NT, first_row + warp % NT * 8, lane, p.factors);
   }
-  if (warp < SUMS && tile + warp / NT < job.tiles) store<COMBINES>(p, job, sum, tile + warp / NT, first_row + warp % NT * 8, lane, p.factors);
-}
+};
 
-// MT tiles of 16 weight rows x NT tiles of 8 activation rows. grid (cluster, chunks of 8 NT rows, MT tiles each of the jobs)
 template <int NT, int MT, bool COMBINES = false> __device__ __forceinline__ void dense(const Dense& p) {
-  constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
-  extern __shared__ uint8_t shared[];  // the warps' rings, then in their place sums [warp][MT * NT][32]; sums of the cluster [cluster - 1][MT * NT][32]
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
-  const int first_row = blockIdx.y * 8 * NT, first_places = (p.job[0].tiles + MT - 1) / MT;
-  const bool second = static_cast<int>(blockIdx.z) >= first_places;
-  const Job& job = p.job[second];
-  const int tile = (blockIdx.z - (second ? first_places : 0)) * MT;
-  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
-  const uint8_t* at[2 * MT];
-#pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    const int held = min(tile + m, job.tiles - 1);
-    at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
-    at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
-  }
-  const uint32_t ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
-  const auto copy = [&](int unit) {
-#pragma unroll
-    for (int h = 0; h < 2 * MT; ++h) copy16(ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) {
-    if (i < count) copy(i);
-    copies_end_group();
-  }
-  if (cluster > 1) cluster_arrive();
+  extern __shared__ __align__(128) uint8_t shared[];  // the warps' rings, then in their place sums [warp][MT * NT][32]; sums of the cluster [cluster - 1][MT * NT][32]
+  const Block<NT, MT> block(p, shared);
   wait_for_predecessor();
   let_successor_start();
 
+  const int g = block.lane >> 2, t = block.lane & 3, begin = block.begin, count = block.count;
   const float* x_at[NT];
   bool has[NT];
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
-    const int row = first_row + nt * 8 + g;
+    const int row = block.first_row + nt * 8 + g;
     has[nt] = row < p.rows;
     x_at[nt] = p.x + (has[nt] ? row : 0) * p.x_stride + begin * UNIT + t * 8;
   }
@@ -97,7 +115,7 @@ template <int NT, int MT, bool COMBINES = false> __device__ __forceinline__ void
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
       if (has[nt] && i < count) load8(next[i][nt], x_at[nt] + i * UNIT);
-  const bool writes = p.rounded && tile == 0 && !second, precise = job.mode == PRECISE;
+  const bool writes = p.rounded && blockIdx.z == 0, precise = block.job.mode == PRECISE;
   for (int base = 0; base < count; base += AHEAD)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -112,10 +130,10 @@ template <int NT, int MT, bool COMBINES = false> __device__ __forceinline__ void
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) x[nt] = round8(next[i][nt]);
       if (!precise) reload();
-      copies_wait<DEPTH - 1>();
+      copies_wait<Block<NT, MT>::DEPTH - 1>();
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        const uint32_t slot = ring + u % DEPTH * UNIT_BYTES + m * 1024;
+        const uint32_t slot = block.slot(u, m);
         const uint4 low = shared16(slot), high = shared16(slot + 512);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
@@ -128,11 +146,10 @@ template <int NT, int MT, bool COMBINES = false> __device__ __forceinline__ void
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
           if (has[nt])
-            *reinterpret_cast<uint4*>(p.rounded + (first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
-      if (u + DEPTH < count) copy(u + DEPTH);
-      copies_end_group();
+            *reinterpret_cast<uint4*>(p.rounded + (block.first_row + nt * 8 + g) * static_cast<int64_t>(p.units * UNIT) + (begin + u) * UNIT + t * 8) = x[nt];
+      block.bring(u + Block<NT, MT>::DEPTH);
     }
-  finish<NT, MT, COMBINES>(p, job, d, shared, tile, first_row);
+  block.template finish<COMBINES>(p, d, shared);
 }
 
 // A lane's bf16 activations of its rows; where there is no row, the last row: its product is never stored. PAIRS: with second terms.
@@ -159,38 +176,14 @@ template <int NT, bool PAIRS> struct Activations {
 
 // The same of bf16 activations, which a launch before this one has left (norm.cu).
 template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half(const Dense& p) {
-  constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
-  extern __shared__ uint8_t shared[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
-  const int first_row = blockIdx.y * 8 * NT, first_places = (p.job[0].tiles + MT - 1) / MT;
-  const bool second = static_cast<int>(blockIdx.z) >= first_places;
-  const Job& job = p.job[second];
-  const int tile = (blockIdx.z - (second ? first_places : 0)) * MT;
-  const int begin = (group * SLICES + warp) * p.slice, count = max(0, min(p.slice, p.units - begin));
-  const uint8_t* at[2 * MT];
-#pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    const int held = min(tile + m, job.tiles - 1);
-    at[2 * m] = half_tile(job, low_half(job, held), p.units, lane) + begin * 512;
-    at[2 * m + 1] = half_tile(job, high_half(job, held), p.units, lane) + begin * 512;
-  }
-  const uint32_t ring = smem_addr(shared) + warp * RING_BYTES + lane * 16;
-  const auto copy = [&](int unit) {
-#pragma unroll
-    for (int h = 0; h < 2 * MT; ++h) copy16_if(unit < count, ring + unit % DEPTH * UNIT_BYTES + h * 512, at[h] + unit * 512);
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) {
-    copy(i);
-    copies_end_group();
-  }
-  if (cluster > 1) cluster_arrive();
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Block<NT, MT> block(p, shared);
   let_successor_start();
   wait_for_predecessor();
 
-  const bool precise = PAIRS && job.mode == PRECISE;
-  const Activations<NT, PAIRS> x_of(p, first_row, begin, g, t);
+  const int count = block.count;
+  const bool precise = PAIRS && block.job.mode == PRECISE;
+  const Activations<NT, PAIRS> x_of(p, block.first_row, block.begin, block.lane >> 2, block.lane & 3);
   // Activations are AHEAD units ahead in registers: their way from L2 is as long as several units of work.
   constexpr int AHEAD = NT * MT == 8 ? 1 : (PAIRS ? 4 : 8) / NT;
   float d[MT][NT][4] = {};
@@ -210,10 +203,10 @@ template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) x[nt] = next[i].x[nt];
       if (u + AHEAD < count) x_of.load(next[i], u + AHEAD);
-      copies_wait<DEPTH - 1>();
+      copies_wait<Block<NT, MT>::DEPTH - 1>();
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        const uint32_t slot = ring + u % DEPTH * UNIT_BYTES + m * 1024;
+        const uint32_t slot = block.slot(u, m);
         const uint4 low = shared16(slot), high = shared16(slot + 512);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, x[nt]);
@@ -222,10 +215,9 @@ template <int NT, int MT, bool PAIRS> __device__ __forceinline__ void dense_half
           for (int nt = 0; nt < NT; ++nt) multiply(d[m][nt], low, high, next[i].rest[nt]);
       }
       if (precise && u + AHEAD < count) x_of.load_rest(next[i], u + AHEAD);
-      copy(u + DEPTH);
-      copies_end_group();
+      block.bring(u + Block<NT, MT>::DEPTH);
     }
-  finish<NT, MT, false>(p, job, d, shared, tile, first_row);
+  block.template finish<false>(p, d, shared);
 }
 
 #define DENSE(name, ...) \

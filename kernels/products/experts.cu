@@ -103,7 +103,7 @@ template <int NT> __device__ __forceinline__ void step_product(float (&d)[NT][4]
 // BUILT: the block makes the list by itself.
 template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const GateUp& p) {
   constexpr bool AHEAD = NT < 4;  // activations are loaded while the next weights are waited for
-  extern __shared__ uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
+  extern __shared__ __align__(128) uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
   const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
@@ -210,7 +210,7 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
 }
 
 template <int NT> __device__ __forceinline__ void down(const Down& p) {
-  extern __shared__ uint8_t shared[];  // the warps' rings
+  extern __shared__ __align__(128) uint8_t shared[];  // the warps' rings
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const Lists lists(p.list, p.places);
   const bool whole = p.k % STEP == 0;
@@ -270,7 +270,7 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
   constexpr int PLACES = 64 * NT, OUTPUTS = (8 * NT * 16 + 255) / 256;  // of the list; of a thread
   constexpr int PAIR_BYTES = 2 * STEP_BYTES;
   // The warps' rings of two pairs; the shared expert's words [warp][slice][1024], in their place sums [warp][NT][32], then outputs [place][16].
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint32_t entry_of[PLACES];  // expert, first << 10, count << 20
   __shared__ float weights[PLACES];
   __shared__ uint16_t order[PLACES];
@@ -285,8 +285,8 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
   const uint32_t mine = smem_addr(words) + warp * held + lane * 16;
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
-    copy16(mine + u * 1024, low + u * 512);
-    copy16(mine + u * 1024 + 512, low + (all.units + u) * 512);
+    copy_weights16(mine + u * 1024, low + u * 512);
+    copy_weights16(mine + u * 1024 + 512, low + (all.units + u) * 512);
   }
   copies_end_group();
 
@@ -305,8 +305,8 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
     if (next < entries) {
       const uint8_t* at = from + (entry_of[next] & 1023) * expert_bytes + next_pair * PAIR_BYTES;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) copy16(slot + lane * 16 + i * 512, at + i * 512);
-      copy16_if(lane < 16, slot + lane * 16 + 2048, at + 2048);
+      for (int i = 0; i < 4; ++i) copy_weights16(slot + lane * 16 + i * 512, at + i * 512);
+      copy_weights16_if(lane < 16, slot + lane * 16 + 2048, at + 2048);
       if (++next_pair == pairs) next_pair = 0, next += WARPS;
     }
     copies_end_group();

@@ -5,9 +5,9 @@
 constexpr int WARPS = 8, UNITS = STEP / UNIT, TILES = 2, ROW_TILES = 8;  // a warp: 2 tiles of 16 weight rows x up to 64 rows
 constexpr int UNIT_BYTES = ROW_TILES * 512;                              // a unit of the rows, in fragments
 
-// One 16-byte word of a row into its fragment; zeros beyond k.
+// One 16-byte word of a row, which other blocks read as well, into its fragment; zeros beyond k.
 __device__ __forceinline__ void copy_part(uint32_t to, const uint16_t* row, int column, int k) {
-  if (column < k) copy16(to, row + column);
+  if (column < k) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(row + column) : "memory");
   else store_16(to, {0, 0, 0, 0});
 }
 
@@ -110,7 +110,7 @@ template <int DEPTH> __device__ __forceinline__ void gate_up_many(const GateUp& 
 }
 
 // grid (parts of an expert's tiles, entries): a warp has TILES tiles at a time, all of k.
-extern "C" __global__ void __launch_bounds__(256, 2) down_many(const __grid_constant__ Down p) {
+extern "C" __global__ void __launch_bounds__(256, SMALL_CARD ? 1 : 2) down_many(const __grid_constant__ Down p) {
   constexpr int DEPTH = 3, SLOT = TILES * STEP_BYTES;  // shared: the warps' rings, then the rows [unit of k][8 tiles][512]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   wait_for_predecessor();

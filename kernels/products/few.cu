@@ -13,7 +13,7 @@ template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ _
   constexpr int QUADS = 4, TOGETHER = ROWS > 1 ? 2 : 1;  // four columns each, of a lane at once; rows
   // The warps' rings; their activations [warp][high, rest][row][stride]; sums of the cluster [cluster - 1][32] and squares [..][FEW]. The
   // block's sums take the place of the rings.
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float squares[SLICES][FEW], factors[FEW];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
   const int cluster = gridDim.x, group = cluster > 1 ? cluster_rank() : 0;
@@ -35,15 +35,18 @@ template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ _
   const uint8_t* high_at = half_tile(job, high_half(job, tile), p.units, lane) + begin * 512;
   const uint32_t ring = smem_addr(shared) + warp * ring_bytes + lane * 16;
   const auto copy = [&](int unit) {
-    copy16_if(unit < count, ring + unit % DEPTH * 1024, low_at + unit * 512);
-    copy16_if(unit < count, ring + unit % DEPTH * 1024 + 512, high_at + unit * 512);
+    copy_weights16_if(unit < count, ring + unit % DEPTH * 1024, low_at + unit * 512);
+    copy_weights16_if(unit < count, ring + unit % DEPTH * 1024 + 512, high_at + unit * 512);
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) {
     copy(i);
     copies_end_group();
   }
-  if (cluster > 1) cluster_arrive();
+  if (cluster > 1) {
+    if (group == 0 && threadIdx.x == 0) expect_sent((cluster - 1) * (512 + (NORM ? p.rows * 4 : 0)));
+    cluster_arrive();
+  }
   const int quads = count * (UNIT / 4), from = begin * (UNIT / 4) + lane;
   const float4* weights = reinterpret_cast<const float4*>(p.norm.weight) + from;
   float4 w[QUADS];
@@ -58,6 +61,7 @@ template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ _
   const bool precise = job.mode == PRECISE, writes = NORM && block == 0;
   uint8_t* activations = shared + SLICES * ring_bytes + warp * terms * p.rows * stride;
   const int rest_at = p.rows * stride;
+#pragma unroll 1
   for (int row = 0; row < p.rows; row += TOGETHER) {
     const float4 *x[TOGETHER], *added[TOGETHER], *weight = weights;
     uint8_t* to[TOGETHER];
@@ -70,6 +74,7 @@ template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ _
       added[r] = reinterpret_cast<const float4*>(p.norm.added + at[r] * p.norm.added_stride) + from;
       to[r] = activations + at[r] * stride + lane * 8;
     }
+#pragma unroll 1
     for (int left = quads - lane, done = 0; left > 0; left -= 32 * QUADS, done += 32 * QUADS) {
       float4 v[TOGETHER][QUADS], a[TOGETHER][QUADS];
 #pragma unroll
@@ -148,13 +153,14 @@ template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ _
     float4* others = reinterpret_cast<float4*>(shared + SLICES * (ring_bytes + terms * p.rows * stride));
     float* other_squares = reinterpret_cast<float*>(others + (cluster - 1) * 32);
     cluster_wait();  // every block of the cluster runs
-    if (group > 0 && warp == 0) {
-      store_in_first(smem_addr(others + (group - 1) * 32 + lane), {sum[0], sum[1], sum[2], sum[3]});
-      if (NORM && lane < p.rows) store_in_first(smem_addr(other_squares + (group - 1) * FEW + lane), square);
+    if (warp > 0) return;
+    if (group > 0) {
+      send_to_first(smem_addr(others + (group - 1) * 32 + lane), {sum[0], sum[1], sum[2], sum[3]});
+      if (NORM && lane < p.rows) send_to_first(smem_addr(other_squares + (group - 1) * FEW + lane), square);
+      return;
     }
-    cluster_arrive();
-    cluster_wait();
-    if (group > 0 || warp > 0) return;
+    wait_for_sent();
+#pragma unroll 1
     for (int i = 1; i < cluster; ++i) {
       const float4 s = others[(i - 1) * 32 + lane];
       sum[0] += s.x, sum[1] += s.y, sum[2] += s.z, sum[3] += s.w;

@@ -10,7 +10,15 @@
 // INT4 weights: tiles of 16 rows, [k / 128][1152 bytes]: two words of 16 bytes a lane (64 k each: row g and row g + 8 of both
 // units), then 16 bytes of scales for each g (groups 0 .. 3 of row g, then of row g + 8).
 #pragma once
+#include "../common/passing.cuh"
 #include "../verify/ptx.cuh"
+
+// sm_120: shared memory for one or two blocks a multiprocessor, and a compiler that needs some registers more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool SMALL_CARD = true;
+#else
+constexpr bool SMALL_CARD = false;
+#endif
 
 constexpr int UNIT = 32;              // k of a unit
 constexpr int STEP = 128;             // k of a step of INT4 weights
@@ -25,13 +33,6 @@ __device__ __forceinline__ void let_successor_start() { asm volatile("griddepcon
 __device__ __forceinline__ int unknown(int x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-// Weights are read once: past L1, through the read-only path.
-__device__ __forceinline__ uint4 load_weights(const void* p) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
 }
 
 // Eight f32 as bf16.
@@ -86,15 +87,12 @@ __device__ __forceinline__ uint4 unpack8(uint32_t word, const Scale& s) {
 __device__ __forceinline__ uint32_t both(uint32_t pair, int which) { return __byte_perm(pair, 0, which ? 0x3232 : 0x1010); }
 
 // Weights come into a ring in shared memory, each warp its own, in the background; a lane reads back the words it asked for.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void copy_weights16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(PASSING) : "memory");
 }
 // The same if `wanted`, without a branch.
-__device__ __forceinline__ void copy16_if(bool wanted, uint32_t to, const void* from) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n}" ::"r"(static_cast<int>(wanted)), "r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void copy_weights16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [%1], [%2], 16, %3;\n}" ::"r"(static_cast<int>(wanted)), "r"(to), "l"(from), "l"(PASSING) : "memory");
 }
 __device__ __forceinline__ void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the last `LEFT` groups of this thread have arrived.
@@ -107,9 +105,9 @@ __device__ __forceinline__ uint4 shared16(uint32_t at) {
 
 // One step of INT4 weights into a slot of 1152 bytes. The scales are shared by four lanes: __syncwarp() after the wait.
 __device__ __forceinline__ void copy_step(uint32_t slot, const uint8_t* at, int lane) {
-  copy16(slot + lane * 16, at + lane * 16);
-  copy16(slot + 512 + lane * 16, at + 512 + lane * 16);
-  copy16_if(lane < 8, slot + 1024 + lane * 16, at + 1024 + lane * 16);
+  copy_weights16(slot + lane * 16, at + lane * 16);
+  copy_weights16(slot + 512 + lane * 16, at + 512 + lane * 16);
+  copy_weights16_if(lane < 8, slot + 1024 + lane * 16, at + 1024 + lane * 16);
 }
 // A lane's share of a step.
 struct Step {

@@ -94,6 +94,19 @@ extern "C" __global__ void __launch_bounds__(256) copy_rows(const float* x, int6
   reinterpret_cast<float4*>(out + row * stride)[c] = reinterpret_cast<const float4*>(x + source * x_stride)[c];
 }
 
+// Places that the host chose, in the launch itself. Mirrored in src/device/cuda/products/rows.rs.
+struct Moves {
+  uint32_t from[128], to[128];
+};
+// out[to] = x[from] for every move. grid (columns / 1024, moves)
+extern "C" __global__ void __launch_bounds__(256) scatter_rows(const float* x, int64_t x_stride, int width, const __grid_constant__ Moves moves, float* out, int64_t stride) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int c = blockIdx.x * blockDim.x + threadIdx.x;
+  if (c >= width / 4) return;
+  reinterpret_cast<float4*>(out + moves.to[blockIdx.y] * stride)[c] = reinterpret_cast<const float4*>(x + moves.from[blockIdx.y] * x_stride)[c];
+}
+
 // Row 0 of out = the last live row of x; `last` describes that row alone. One block.
 extern "C" __global__ void __launch_bounds__(1024) keep_last(const float* x, int64_t x_stride, int width, Rows rows, float* out, Rows last) {
   wait_for_predecessor();

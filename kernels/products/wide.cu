@@ -12,6 +12,8 @@
 template <int WN, int WM, int MT, int NT, int STAGE, bool PAIRS> struct Product {
   static constexpr int TILES = WN * MT, ROWS = WM * NT * 8, WARPS = WN * WM, THREADS = WARPS * 32, WIDTH = TILES * 16 + 4;
   static_assert(ROWS % PACKED_ROWS == 0 && STAGE % 2 == 0);
+  // Operands come a unit ahead, where registers allow it.
+  static constexpr bool AHEAD = !SMALL_CARD || MT * NT < 16;
   struct Operands {  // of one unit
     uint4 low[MT], high[MT], x[NT], rest[PAIRS ? NT : 1];
   };
@@ -85,17 +87,18 @@ template <int WN, int WM, int MT, int NT, int STAGE, bool PAIRS> struct Product 
     const int wn = warp % WN, wm = warp / WN;
     int stage = 0, previous = 0, left = p.slice;
     uint32_t parity = 0, previous_parity = 0;
-    Operands operands[2];
+    Operands operands[AHEAD ? 2 : 1];
     mbarrier_wait(full, 0);
-    load(operands[0], 0, 0, wn, wm);
+    if (AHEAD) load(operands[0], 0, 0, wn, wm);
     for (int base = 0; base < count; base += STAGE) {
 #pragma unroll
       for (int unit = 0; unit < STAGE; ++unit) {
         if (unit > 0 && base + unit >= count) break;
-        const Operands& now = operands[unit & 1];
+        const Operands& now = operands[AHEAD ? unit & 1 : 0];
+        if (!AHEAD) load(operands[0], stage, unit, wn, wm);
         // The next unit's operands are on their way while this one's are multiplied.
         if (unit + 1 < STAGE) {
-          if (base + unit + 1 < count) load(operands[unit + 1 & 1], stage, unit + 1, wn, wm);
+          if (AHEAD && base + unit + 1 < count) load(operands[unit + 1 & 1], stage, unit + 1, wn, wm);
         } else {
           __syncwarp();
           if (lane == 0) mbarrier_arrive(empty + 8 * stage);
@@ -103,7 +106,7 @@ template <int WN, int WM, int MT, int NT, int STAGE, bool PAIRS> struct Product 
           if (++stage == stages) stage = 0, parity ^= 1;
           if (base + STAGE < count) {
             mbarrier_wait(full + 8 * stage, parity);
-            load(operands[0], stage, 0, wn, wm);
+            if (AHEAD) load(operands[0], stage, 0, wn, wm);
           }
         }
         const auto products = [&](const uint4 (&x)[NT]) {
@@ -197,7 +200,7 @@ template <int WN, int WM, int MT, int NT, int STAGE, bool PAIRS> __device__ __fo
 }
 
 #define WIDE(name, WN, WM, MT, NT, STAGE, PAIRS, blocks) \
-  extern "C" __global__ void __launch_bounds__(WN * WM * 32, blocks) name(const __grid_constant__ Wide w) { wide<WN, WM, MT, NT, STAGE, PAIRS>(w); }
+  extern "C" __global__ void __launch_bounds__(WN * WM * 32, SMALL_CARD ? 1 : blocks) name(const __grid_constant__ Wide w) { wide<WN, WM, MT, NT, STAGE, PAIRS>(w); }
 WIDE(wide_64x128, 2, 2, 2, 8, 4, false, 2)
 WIDE(wide_64x64, 2, 2, 2, 4, 4, false, 3)
 WIDE(wide_32x64, 1, 4, 2, 2, 4, false, 4)

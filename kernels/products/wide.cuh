@@ -6,7 +6,7 @@
 constexpr int MAX_STAGES = 16;
 
 __device__ __forceinline__ void cluster_barrier() {
-  cluster_arrive();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   cluster_wait();
 }
 // A place in shared memory as block `owner` of the cluster has it, and a store to one.

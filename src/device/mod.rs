@@ -496,6 +496,8 @@ pub trait Device: Sized + 'static {
     fn gather_taps(&self, taps: &Self::Act, accepted: &Self::Rows, out: &mut Self::Act) -> Result<()>;
     /// `out[to + i] = x[from + i]` for `rows` rows. The places are the host's, so this is never part of a recording.
     fn copy_range(&self, x: &Self::Act, from: usize, rows: usize, out: &mut Self::Act, to: usize) -> Result<()>;
+    /// `out[to] = x[from]` for every `(from, to)`; no two have the same `to`. The host's places as well.
+    fn scatter_rows(&self, x: &Self::Act, places: &[(usize, usize)], out: &mut Self::Act) -> Result<()>;
     /// What the planned requests got, in the order of the plan (after `begin`: of the request that began). Waits for the device.
     fn read_round(&self, round: &mut Self::Round) -> Result<Vec<Outcome>>;
 

@@ -120,7 +120,7 @@ impl<D: Device> Executor<D> {
                 self.prompt_logprobs.clear();
                 Ok(())
             }
-            Command::Keep(rows) => rows.iter().try_for_each(|row| self.keep(row)),
+            Command::Keep(rows) => self.keep(rows),
             Command::Extend(missing) => self.extend(missing),
             Command::SetVerify(mode) => {
                 self.device.set_verify(*mode);
@@ -191,9 +191,9 @@ impl<D: Device> Executor<D> {
         request * self.kept_per_request + position % self.kept_per_request
     }
 
-    fn keep(&mut self, row: &Kept) -> Result<()> {
-        let place = self.place(row.request, row.position);
-        self.device.copy_range(&self.target.tapped, row.row, 1, &mut self.kept, place)
+    fn keep(&mut self, rows: &[Kept]) -> Result<()> {
+        let places: Vec<(usize, usize)> = rows.iter().map(|row| (row.row, self.place(row.request, row.position))).collect();
+        self.device.scatter_rows(&self.target.tapped, &places, &mut self.kept)
     }
 
     fn extend(&mut self, missing: &Missing) -> Result<()> {

@@ -562,6 +562,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn scatter_rows(&self, x: &CpuAct, places: &[(usize, usize)], out: &mut CpuAct) -> Result<()> {
+        for &(from, to) in places {
+            out.row_mut(to).copy_from_slice(x.row(from));
+        }
+        Ok(())
+    }
+
     fn read_round(&self, round: &mut CpuRound) -> Result<Vec<Outcome>> {
         Ok(round.take_outcomes())
     }

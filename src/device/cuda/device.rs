@@ -333,6 +333,10 @@ impl Device for CudaDevice {
         self.copy_span(x, from, rows, out, to)
     }
 
+    fn scatter_rows(&self, x: &CudaAct, places: &[(usize, usize)], out: &mut CudaAct) -> Result<()> {
+        self.scatter(x, places, out)
+    }
+
     fn read_round(&self, round: &mut CudaRound) -> Result<Vec<Outcome>> {
         round.read(self)
     }

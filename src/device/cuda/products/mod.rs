@@ -48,6 +48,7 @@ pub struct Products {
     rms_norm: CudaFunction,
     add_rows: CudaFunction,
     copy_rows: CudaFunction,
+    scatter_rows: CudaFunction,
     keep_last: CudaFunction,
     tile_weights: CudaFunction,
     untile_weights: CudaFunction,
@@ -109,6 +110,7 @@ impl Products {
             rms_norm: gpu.function(&rows, "rms_norm", 0)?,
             add_rows: gpu.function(&rows, "add_rows", 0)?,
             copy_rows: gpu.function(&rows, "copy_rows", 0)?,
+            scatter_rows: gpu.function(&rows, "scatter_rows", 0)?,
             keep_last: gpu.function(&rows, "keep_last", 0)?,
             tile_weights: gpu.function(&rows, "tile_weights", 0)?,
             untile_weights: gpu.function(&rows, "untile_weights", 0)?,
@@ -126,10 +128,10 @@ impl super::device::CudaDevice {
     }
 }
 
-/// Dynamic shared memory that a block may use: what every supported card has.
-const MAX_SHARED: u32 = 99 * 1024 - 256;
-/// The same where a block also keeps a list of up to 32 rows.
-const MAX_SHARED_SUM: u32 = 96 * 1024;
+/// Dynamic shared memory that a block may use: what every supported card has, but for a little that is static.
+pub const MAX_SHARED: u32 = 99 * 1024 - 256;
+/// The same of `gate_up_built` and `down_sum`, whose blocks also keep a list of up to 32 rows.
+pub const MAX_SHARED_SUM: u32 = 94 * 1024;
 
 /// Which of the three kernels (8, 16 or 32 rows a tile) and how many rows its tile has.
 fn tile_of(rows: usize) -> (usize, usize) {

@@ -22,6 +22,16 @@ fn pointer<T>(value: &mut T) -> *mut std::ffi::c_void {
     (&raw mut *value).cast()
 }
 
+/// Rows that one launch of scatter_rows moves at most.
+pub const MOVES: usize = 128;
+
+/// Mirror of `struct Moves` in rows.cu.
+#[repr(C)]
+struct Moves {
+    from: [u32; MOVES],
+    to: [u32; MOVES],
+}
+
 impl CudaDevice {
     pub(in crate::device::cuda) fn embed_rows(&self, table: &CudaMatrix, first: u32, rows: &CudaRows, out: &mut CudaAct) -> Result<()> {
         let (gpu, to) = (&self.gpu, out.view(&self.gpu));
@@ -110,6 +120,36 @@ impl CudaDevice {
         let (source, target) = (x.view(&self.gpu), out.view(&self.gpu));
         let at = |view: View, row: usize| View { at: view.at + (row * view.stride * size_of::<f32>()) as u64, ..view };
         self.copy(at(source, from), x.rows - from, 0, x.width, rows, at(target, to))
+    }
+
+    /// `out[to] = x[from]` for every `(from, to)`, in one launch for up to [`MOVES`] of them.
+    pub(in crate::device::cuda) fn scatter(&self, x: &CudaAct, places: &[(usize, usize)], out: &mut CudaAct) -> Result<()> {
+        check_width("a copy", x.width)?;
+        if let Some((from, to)) = places.iter().find(|&&(from, to)| from >= x.rows || to >= out.rows || x.width > out.width) {
+            let (held, room) = ((x.rows, x.width), (out.rows, out.width));
+            return Err(DeviceError(format!("row {from} of {held:?} does not fit at {to} of {room:?}")));
+        }
+        let (source, target) = (x.view(&self.gpu), out.view(&self.gpu));
+        let (mut x_at, mut x_stride, mut width) = (source.at, source.stride as i64, int(x.width));
+        let (mut out_at, mut stride) = (target.at, target.stride as i64);
+        for places in places.chunks(MOVES) {
+            let mut moves = Moves { from: [0; MOVES], to: [0; MOVES] };
+            for (i, &(from, to)) in places.iter().enumerate() {
+                (moves.from[i], moves.to[i]) = (from as u32, to as u32);
+            }
+            let mut arguments = [
+                pointer(&mut x_at),
+                pointer(&mut x_stride),
+                pointer(&mut width),
+                pointer(&mut moves),
+                pointer(&mut out_at),
+                pointer(&mut stride),
+            ];
+            let grid = ((x.width / 4).div_ceil(256) as u32, places.len() as u32, 1);
+            // SAFETY: the parameters of scatter_rows; every row lies inside its buffer.
+            unsafe { self.gpu.launch_dependent(&self.products.scatter_rows, grid, 256, 0, &mut arguments)? };
+        }
+        Ok(())
     }
 
     pub(in crate::device::cuda) fn tap_rows(&self, x: &CudaAct, rows: &CudaRows, index: usize, taps: &mut CudaAct) -> Result<()> {
