@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use half::bf16;
 use kdtree::model::checkpoint::{Checkpoint, INDEX};
 use kdtree::model::config::{DraftConfig, TargetConfig};
-use kdtree::model::inventory::{Inventory, Wanted};
+use kdtree::model::inventory::Inventory;
 use kdtree::model::problem::{Problem, Problems};
 use kdtree::model::progress::Silent;
 use kdtree::model::source::ModelSource;
@@ -148,6 +148,7 @@ fn the_model_opens_from_its_directory_and_passes_the_scan() {
 #[cfg(feature = "embedded-model")]
 #[test]
 fn the_embedded_model_is_the_one_in_the_repository() {
+    use kdtree::model::inventory::Wanted;
     let directory = ModelSource::directory(models().join("k26-mini"));
     let config = TargetConfig::load(&ModelSource::EmbeddedTarget).unwrap();
     let embedded = Checkpoint::open_target(&ModelSource::EmbeddedTarget, &config).unwrap();

@@ -5,6 +5,7 @@ mod common;
 
 use common::{options, sampled, sixty_prompts, tokens, with_engine};
 use kdtree::device::cuda::gpu::usable_cards;
+use kdtree::device::cuda::verify::LONG;
 use kdtree::device::cuda::{CudaDevice, Gpu, Numerics};
 use kdtree::device::{Admission, Device, Limits, Share, Verify};
 use kdtree::engine::contract::{Sampling, TokenLogprob};
@@ -286,6 +287,39 @@ fn the_tree_kernel_equals_the_baseline_in_every_row_of_every_round() {
             }
             let rows: u64 = layers.iter().map(|layer| layer.rows).sum();
             println!("{numerics:?}, {budget}, {max_running} running: {rows} rows compared");
+        }
+    }
+}
+
+/// Eight requests whose prefixes are long together, so that rounds take the launches for long prefixes.
+fn long_prompts(driver: &dyn Driver) -> Vec<Vec<u32>> {
+    let parts = sixty_prompts(driver);
+    let prompt = |first: usize| parts.iter().cycle().skip(7 * first).flatten().copied().take(LONG / 8 + 100 * first).collect();
+    let prompts: Vec<Vec<u32>> = (0..8).map(prompt).collect();
+    assert!(prompts.iter().map(Vec::len).sum::<usize>() >= LONG);
+    prompts
+}
+
+#[test]
+fn long_prompts_get_the_baselines_tokens_where_the_choice_is_sure() {
+    for numerics in [Numerics::Fast, Numerics::Exact] {
+        let Some(card) = on_card(numerics) else { return };
+        let card = EngineOptions { max_running: 8, max_model_len: LONG / 8 + 1024, kv_tokens: 2 * LONG, ..card };
+        let run = |verify: Verify| {
+            with_engine(EngineOptions { verify, ..card.clone() }, |driver| {
+                let mut requests = watched(&long_prompts(driver), Budget::Tree(8));
+                requests.iter_mut().for_each(|request| request.max_tokens = 16);
+                (driver.generate(requests).unwrap(), driver.take_validation())
+            })
+        };
+        let (reference, _) = run(Verify::Off);
+        let (found, _) = run(Verify::On);
+        let equal = compare(&format!("{numerics:?}, long prompts, the tree kernel against the baseline"), &tokens(&found), &reference);
+        assert!(equal >= 6, "{numerics:?}: only {equal} of {} texts equal", reference.len());
+        let (_, layers) = run(Verify::Validate);
+        assert!(!layers.is_empty() && layers.iter().all(|layer| layer.rows > 0), "{numerics:?}: {layers:?}");
+        for (layer, found) in layers.iter().enumerate() {
+            assert!(found.cosine > 1.0 - 1e-6 && found.max_abs < 0.05, "{numerics:?}, layer {layer}: {found:?}");
         }
     }
 }
