@@ -87,12 +87,20 @@ impl Prompt {
 pub struct Cell {
     pub class: String,
     pub budget: String,
-    /// Tokens decoded after each prompt's first.
+    /// Tokens decoded after each prompt's first, and rounds they took, over all repetitions.
     pub tokens: u64,
     pub rounds: u64,
     pub tokens_per_round: f64,
-    /// Over all repetitions, decode only.
+    /// Decode only: the tokens of one repetition over the sum of each prompt's median time.
     pub tokens_per_second: f64,
+    /// Those median times, and rounds a repetition, by prompt.
+    pub prompt_ms: Vec<f64>,
+    pub prompt_rounds: Vec<f64>,
+    /// Half the distance between the quartiles of the repetitions' times, each prompt's against its median: how far one repetition lies
+    /// from another.
+    pub spread: f64,
+    /// Tokens per second against the fastest fixed budget's of this class; `None` where no fixed budget was measured.
+    pub of_best: Option<f64>,
 }
 
 /// What the floor is made of and how decode and prefill stand to it.
@@ -127,29 +135,22 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
     let floor = measure_floor(driver, config)?;
     let mut cells = Vec::new();
     for class in &CLASSES {
-        let mut sums = vec![(0u64, 0u64, Duration::ZERO); budgets.len()];
+        let mut measured = vec![Measured::of(class); budgets.len()];
         // The first pass is not counted: it teaches `auto` this class, as steady traffic of the class would.
         for pass in 0..=repeat {
-            for at in order(budgets.len(), pass) {
-                let sum = &mut sums[at];
-                for prompt in class.prompts {
-                    let (tokens, rounds, took) = one(driver, *prompt, budgets[at])?;
+            for (at, &prompt) in class.prompts.iter().enumerate() {
+                // Every prompt goes through all budgets before the next comes, so that they share a machine's better and worse moments.
+                for of in order(budgets.len(), pass + at) {
+                    let once = one(driver, prompt, budgets[of])?;
                     if pass > 0 {
-                        *sum = (sum.0 + tokens, sum.1 + rounds, sum.2 + took);
+                        measured[of].add(at, once);
                     }
                 }
             }
         }
-        for (budget, (tokens, rounds, took)) in budgets.iter().zip(sums) {
-            cells.push(Cell {
-                class: class.name.into(),
-                budget: budget.to_string(),
-                tokens,
-                rounds,
-                tokens_per_round: tokens as f64 / rounds.max(1) as f64,
-                tokens_per_second: tokens as f64 / took.as_secs_f64().max(1e-9),
-            });
-        }
+        let fixed = budgets.iter().zip(&measured).filter(|(budget, _)| **budget != Budget::Auto);
+        let best = fixed.map(|(_, measured)| measured.tokens_per_second()).reduce(f64::max);
+        cells.extend(budgets.iter().zip(&measured).map(|(budget, measured)| measured.cell(class.name, *budget, best)));
     }
     Ok(Report {
         model: driver.info().name.clone(),
@@ -158,6 +159,70 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
         floor,
         cells,
     })
+}
+
+/// What one budget did with one class.
+#[derive(Clone)]
+struct Measured {
+    tokens: u64,
+    /// By prompt.
+    rounds: Vec<u64>,
+    /// By prompt and repetition.
+    seconds: Vec<Vec<f64>>,
+}
+
+impl Measured {
+    fn of(class: &Class) -> Self {
+        Self { tokens: 0, rounds: vec![0; class.prompts.len()], seconds: vec![Vec::new(); class.prompts.len()] }
+    }
+
+    fn add(&mut self, prompt: usize, (tokens, rounds, took): (u64, u64, Duration)) {
+        self.tokens += tokens;
+        self.rounds[prompt] += rounds;
+        self.seconds[prompt].push(took.as_secs_f64());
+    }
+
+    /// Tokens are the same in every repetition, whatever the budget; of its times the median counts, since what disturbs a machine
+    /// adds to some of them only.
+    fn tokens_per_second(&self) -> f64 {
+        let seconds: f64 = self.seconds.iter().map(|times| median(times.clone())).sum();
+        self.tokens as f64 / self.repetitions() / seconds.max(1e-9)
+    }
+
+    fn repetitions(&self) -> f64 {
+        self.seconds.first().map_or(0, Vec::len).max(1) as f64
+    }
+
+    fn cell(&self, class: &str, budget: Budget, best: Option<f64>) -> Cell {
+        let (tokens_per_second, rounds) = (self.tokens_per_second(), self.rounds.iter().sum::<u64>());
+        Cell {
+            class: class.into(),
+            budget: budget.to_string(),
+            tokens: self.tokens,
+            rounds,
+            tokens_per_round: self.tokens as f64 / rounds.max(1) as f64,
+            tokens_per_second,
+            prompt_ms: self.seconds.iter().map(|times| 1e3 * median(times.clone())).collect(),
+            prompt_rounds: self.rounds.iter().map(|&rounds| rounds as f64 / self.repetitions()).collect(),
+            spread: spread(&self.seconds),
+            of_best: best.map(|best| tokens_per_second / best),
+        }
+    }
+}
+
+/// See [`Cell::spread`].
+fn spread(seconds: &[Vec<f64>]) -> f64 {
+    let mut relative = Vec::new();
+    for times in seconds {
+        let middle = median(times.clone());
+        relative.extend(times.iter().map(|time| time / middle));
+    }
+    relative.sort_unstable_by(f64::total_cmp);
+    let quarter = relative.len() / 4;
+    match relative.len() {
+        0 => f64::NAN,
+        count => (relative[count - 1 - quarter] - relative[quarter]) / 2.0,
+    }
 }
 
 /// The order in which a pass takes `count` budgets. They alternate, so that a machine whose speed drifts treats them alike, and over
@@ -230,9 +295,14 @@ fn finished(driver: &mut dyn Driver, request: Request) -> anyhow::Result<Finishe
     driver.generate(vec![request])?.remove(0).end.map_err(|message| anyhow::anyhow!(message))
 }
 
+/// The middle value, or the mean of the two in the middle; NaN of none.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let (low, high) = (values.len().saturating_sub(1) / 2, values.len() / 2);
+    match values.get(low) {
+        Some(low) => (low + values[high]) / 2.0,
+        None => f64::NAN,
+    }
 }
 
 /// Reads a buffer once over the pool, as fast as vector loads go.
@@ -270,7 +340,30 @@ unsafe fn sum_kernel<V: Lanes>(x: &[f32]) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::order;
+    use super::{Budget, CLASSES, Duration, Measured, median, order, spread};
+
+    #[test]
+    fn one_slow_repetition_changes_neither_speed_nor_spread() {
+        let class = &CLASSES[2];
+        let mut measured = Measured::of(class);
+        for repetition in 0..8 {
+            for prompt in 0..class.prompts.len() {
+                let stray = if repetition == 5 { 300 } else { 0 };
+                measured.add(prompt, (95, 10, Duration::from_millis(50 + 50 * prompt as u64 + stray)));
+            }
+        }
+        let cell = measured.cell("code", Budget::Chain, Some(1000.0));
+        assert_eq!((cell.tokens, cell.rounds), (2 * 8 * 95, 160));
+        assert!((cell.tokens_per_second - 2.0 * 95.0 / 0.15).abs() < 1e-6, "{cell:?}");
+        assert!(cell.spread < 1e-9 && (cell.of_best.unwrap() - cell.tokens_per_second / 1000.0).abs() < 1e-12, "{cell:?}");
+    }
+
+    #[test]
+    fn the_spread_is_half_the_distance_of_the_quartiles() {
+        assert!((spread(&[vec![0.9, 0.9, 1.1, 1.1], vec![1.8, 1.8, 2.2, 2.2]]) - 0.1).abs() < 1e-12);
+        assert!(spread(&[]).is_nan() && spread(&[vec![]]).is_nan());
+        assert_eq!((median(vec![4.0, 1.0]), median(vec![3.0, 1.0, 2.0])), (2.5, 2.0));
+    }
 
     #[test]
     fn every_budget_follows_every_other_equally_often() {

@@ -150,14 +150,17 @@ fn print(report: &Report) {
         floor.drafting_prefill_gain
     );
     let mut table = Table::new();
-    table.set_header(["class", "budget", "tokens/round", "tokens/s"]);
+    table.set_header(["class", "budget", "tokens/round", "tokens/s", "spread", "of best"]);
     for cell in &report.cells {
         table.add_row([
             cell.class.clone(),
             cell.budget.clone(),
             format!("{:.2}", cell.tokens_per_round),
             format!("{:.0}", cell.tokens_per_second),
+            format!("{:.1} %", 100.0 * cell.spread),
+            cell.of_best.map_or("-".into(), |share| format!("{share:.3}")),
         ]);
     }
     println!("{table}");
+    println!("of best: tokens/s against the fastest fixed budget of the class; spread: half the distance between the quartiles of times");
 }

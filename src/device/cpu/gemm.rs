@@ -127,8 +127,9 @@ impl<'a> Target<'a> {
     /// Checked to have room for it.
     #[inline(always)]
     pub unsafe fn pointer(self, m: usize, n: usize) -> *mut f32 {
+        let at = self.at.wrapping_add(m.wrapping_mul(self.row)).wrapping_add(n.wrapping_mul(self.panel));
         // SAFETY: inside the slice, says the caller.
-        unsafe { self.out.pointer(self.at + m * self.row + n * self.panel) }
+        unsafe { self.out.pointer(at) }
     }
 }
 

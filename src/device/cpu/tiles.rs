@@ -259,7 +259,7 @@ unsafe fn step<V: Lanes, S: Stored, const N: usize, const M: usize>(
         // A loop and not `from_fn`, whose closure may stay a call for the lack of the instruction set.
         let mut w = [V::splat(0.0); N];
         for (w, from) in w.iter_mut().zip(weights) {
-            *w = S::lanes(from.add(at * WIDTH));
+            *w = S::lanes(from.add(at.wrapping_mul(WIDTH)));
         }
         for (sum, row) in sum.iter_mut().zip(rows) {
             let x = V::splat(*row.add(at));
@@ -272,13 +272,14 @@ unsafe fn step<V: Lanes, S: Stored, const N: usize, const M: usize>(
     }
 }
 
-/// The sums that stand in the target.
+/// The sums that stand in the target. Here and in `finish` neither counters nor addresses check for overflow in builds that do: both
+/// loops would be too long to unroll, and sums that are not all named by constants stay in memory for the whole tile.
 #[inline(always)]
 unsafe fn standing<V: Lanes, const N: usize, const M: usize>(sum: &mut [[V; N]; M], target: Target<'_>, columns: usize) {
     // SAFETY: as `panel_product_kernel` checked.
     unsafe {
-        for (i, sum) in sum.iter_mut().enumerate() {
-            for (n, sum) in sum.iter_mut().enumerate() {
+        for (i, sum) in (0..M).zip(sum) {
+            for (n, sum) in (0..N).zip(sum) {
                 let from = target.pointer(i, n);
                 *sum = if columns >= N * WIDTH { V::load(from) } else { load_part(from, columns.saturating_sub(n * WIDTH)) };
             }
@@ -291,8 +292,8 @@ unsafe fn standing<V: Lanes, const N: usize, const M: usize>(sum: &mut [[V; N]; 
 unsafe fn finish<V: Lanes, const N: usize, const M: usize>(sum: &[[V; N]; M], target: Target<'_>, columns: usize) {
     // SAFETY: as `panel_product_kernel` checked.
     unsafe {
-        for (i, sum) in sum.iter().enumerate() {
-            for (n, sum) in sum.iter().enumerate() {
+        for (i, sum) in (0..M).zip(sum) {
+            for (n, sum) in (0..N).zip(sum) {
                 let to = target.pointer(i, n);
                 if columns >= N * WIDTH {
                     sum.store(to)
