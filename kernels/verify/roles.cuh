@@ -43,11 +43,6 @@ struct alignas(1024) Half {
   uint64_t ready[2], taken[2];                      // P of a tile is there; has been read
 };
 
-// A keeper's next tile to fetch.
-struct Pending {
-  Block<64, false, struct Shared>::Ahead ahead;
-  int more;                                         // whether there is one
-};
 
 struct Shared {
   uint8_t ring[kStages][kTileBytes];                // aligned to 1024 bytes, the period of the swizzle
@@ -56,12 +51,17 @@ struct Shared {
   int unit, member;                                 // the team this block is in, and its place there
   Plan plan;
   Fetch fetch[kKeepers];                            // where each keeper looks up next
-  Pending pending[kKeepers];
   int info[kDescs];                                 // see layout.cuh
   uint64_t full[kStages], empty[kStages];
 };
 
 using Job = Block<64, false, Shared>;
+
+// A keeper's next tile to fetch.
+struct Next {
+  Job::Ahead ahead;                                 // `left` is negative where there is none
+  int slot;                                         // of the lane's token
+};
 
 // A value whose origin is hidden, so that it is kept and not worked out anew.
 __device__ __forceinline__ uint32_t kept(uint32_t x) {
@@ -195,21 +195,17 @@ struct Scorer : Worker {
     __syncwarp();
   }
 
-  // Fragment of keys for step `n`: tokens 0 to 7 and 8 to 15, two matrices of eight columns each. Steps 0 and 1 are the rope columns,
-  // whose queries can be on their way before the tile is there.
+  // Fragment of keys for step `n`: tokens 0 to 7 and 8 to 15, two matrices of eight columns each. Steps 8 and 9 are the rope columns.
   __device__ __forceinline__ void fetch_keys(int tile, int n) {
-    if (n == 0 || n == 2 || n == 10) at = stage(tile) + found;
-    if (n == 1) at ^= 32;
-    if (n >= 2) at ^= turned((n - 2) % 8);
-    ldmatrix_x4(k[n % 2], at + (n >= 2 ? 512 * (n % 2) : 0));
-    if (n == 0 || n == 7) found = load_4(keys_at(n == 0 ? 0 : 1));
-    if (n == 17) found = load_4(keys_at(2));
+    if (n == 0 || n == 8 || n == 10) at = stage(tile) + found;
+    else if (n == 9) at ^= 32;
+    else at ^= turned(n % 10);
+    ldmatrix_x4(k[n % 2], at + (n == 8 || n == 9 ? 0 : 512 * (n % 2)));
+    if (n == 6 || n == 8 || n == 16) found = load_4(keys_at(n == 6 ? 2 : n == 8 ? 1 : 0));
   }
   // Scores of a tile.
   __device__ __forceinline__ void multiply(int tile, bool& read, bool& arrived) {
-    uint32_t x[2][2][4];                            // queries that lie in shared memory
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_16(x[i / 2][i % 2], kept_query(kInRegisters + i / 2, i % 2));
+    uint32_t x[2][4];                               // queries that lie in shared memory
     if (!arrived) mbarrier_wait(full(tile), (tile / kStages) & 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -222,10 +218,13 @@ struct Scorer : Worker {
       const uint32_t(&kk)[4] = k[n % 2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t(&rows)[4] = n < 2 ? x[n % 2][i] : q[i][(n + 14) / 8 % 2 * 8 + walked((n + 14) % 8)];
+        const uint32_t(&rows)[4] = n == 8 || n == 9 ? x[i] : q[i][n < 8 ? walked(n) : 8 + walked((n + 6) % 8)];
         mma(s[i][0], rows, kk[0], kk[1]), mma(s[i][1], rows, kk[2], kk[3]);
       }
       if (n + 2 < kScoreSteps) fetch_keys(tile, n + 2);
+      if (n == 7 || n == 8)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load_16(x[i], kept_query(kInRegisters + n - 7, i));
       if (n == 12) read = tile == 0 || mbarrier_test(half() + offsetof(Half, read), (tile - 1) & 1);
       if (n == 14) arrived = mbarrier_test(full(tile + 1), ((tile + 1) / kStages) & 1);
       pin();
@@ -237,7 +236,7 @@ struct Scorer : Worker {
     store_4(keys_at(0), place_in_tile(r, 2 * side(), chunk)), store_4(keys_at(1), place_in_tile(r, 2 * side() + 1, chunk));
     store_4(keys_at(2), place_in_tile(r, 8, 4 * side() + chunk));
     __syncwarp();
-    found = load_4(keys_at(2));
+    found = load_4(keys_at(0));
     int tile = 0;
     bool arrived = false;
 #pragma unroll 1
@@ -266,17 +265,18 @@ struct Keeper : Worker {
   float m[2], l[2], weight[2];                      // of these two rows
   float top[2];                                     // their largest score in a tile
 
-  __device__ static int number() { return warp() - kScorers - kGatherers; }
   __device__ uint32_t side() const { return kept(mine) / 512 % 2; }
-  __device__ int pair() const { return number() / 2; }
+  __device__ int pair() const { return kept(mine) >= base + static_cast<uint32_t>(offsetof(Shared, halves) + sizeof(Half)); }
+  __device__ int number() const { return 2 * pair() + static_cast<int>(side()); }
 
   __device__ __forceinline__ int info_of(int tile) const { return static_cast<int>(load_4(base + offsetof(Shared, info) + 4 * (tile & (kDescs - 1)))); }
   // Which tokens of a tile that is not whole a row of this half may see, as 16 bits.
   __device__ __forceinline__ uint32_t visible(int info, int row) const {
     const int arg = info >> 8 & 255;
     if ((info & 255) == kPrefixEnd) return (1u << arg) - 1;
-    const Request r = request_of(b.p, walk().request);
     const int draft_row = (row_tile(b, walk()) * 64 + 32 * pair() + row) >> b.p.heads_log2;
+    pin();                                          // one thing after the other: registers
+    const Request r = request_of(b.p, walk().request);
     if (draft_row >= r.rows) return 0;
     // Bits of absent rows are not trusted: the mask word is cut to the tile, the tile to the request.
     const uint32_t word = reinterpret_cast<const uint16_t*>(b.p.mask + r.q_begin + draft_row)[arg], left = r.rows - kTile * arg;
@@ -292,9 +292,10 @@ struct Keeper : Worker {
       pin();
     }
   }
-  // Adds what the scorers found.
-  __device__ __forceinline__ void take(int tile) {
+  // Adds what the scorers found, and says what must be known of the tile.
+  __device__ __forceinline__ int take(int tile) {
     mbarrier_wait(half() + offsetof(Half, scored), tile & 1);
+    const int info = info_of(tile);
     const uint32_t from = (mine & ~512u) + 4 * (mine & 512);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -305,6 +306,7 @@ struct Keeper : Worker {
       pin();                                        // else all would be loaded at once, into registers that are not there
     }
     arrive(half() + offsetof(Half, read));
+    return info;
   }
   __device__ __forceinline__ void find_top(int part) {
 #pragma unroll
@@ -333,11 +335,11 @@ struct Keeper : Worker {
     }
     store_4(half() + offsetof(Half, notes) + 8 * (tile & 1) + 4 * side(), tile);
   }
-  // Hands P of a tile over (but for `ready`) and adds to the rows' sums.
-  __device__ __forceinline__ void deliver(int tile) {
+  // Hands P of a tile over (but for `ready`) and adds to the rows' sums. `free`: the place for P has been seen free.
+  __device__ __forceinline__ void deliver(int tile, bool free) {
     // Row lane / 4, tokens 0 to 7; row + 8; tokens 8 to 15; both.
     const uint32_t a[4] = {pack_bf16(t[0], t[1]), pack_bf16(t[4], t[5]), pack_bf16(t[2], t[3]), pack_bf16(t[6], t[7])};
-    if (tile > 1) mbarrier_wait(taken(tile), (tile / 2 - 1) & 1);
+    if (!free) mbarrier_wait(taken(tile), (tile / 2 - 1) & 1);
     store_16(mine + offsetof(Half, probabilities) + 1024 * (tile & 1), a);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -365,13 +367,17 @@ struct Keeper : Worker {
     }
   }
 
-  // Looks up tile `n` and notes whether there is one.
-  __device__ __forceinline__ int look_up(int n, Job::Ahead ahead, bool more) const {
-    int slot = -1;
-    more = more && b.look_up(n, ahead, slot);
-    if (lane() == 0) b.sm.pending[number()] = {ahead, more};
+  // Looks up tile `n`, if there is one.
+  __device__ __forceinline__ void look_up(int n, Next& next) const {
+    if (next.ahead.left < 0) return;
+    if (next.ahead.left > 0) {                       // nearly always
+      next.slot = __ldg(b.p.kv_indices + next.ahead.place + lane() % kTile);
+      next.ahead.place += 4 * kTile, --next.ahead.left;
+      if (lane() == 0) b.sm.info[n & (kDescs - 1)] = kWhole;
+    } else {
+      if (!b.look_up(n, next.ahead, next.slot)) next.ahead.left = -1;
+    }
     __syncwarp();
-    return slot;
   }
   // Starts the copy of tile `n`, as `Block::fetch` does, but in a tenth of the time: one lane starts all copies, of slots that the
   // assembler knows to be the same in all lanes, else it would make a loop of each copy.
@@ -397,22 +403,23 @@ struct Keeper : Worker {
     __syncwarp();
   }
   // The place of a tile is free, or nearly: fetches what comes there next and looks up what comes then.
-  __device__ __forceinline__ int refill(int tile, int slot) const {
-    const Pending next = b.sm.pending[number()];
-    __syncwarp();                                   // all have read it before one of them writes it anew
-    if (next.more) fetch(tile + kStages, slot);
-    return look_up(tile + 2 * kStages, next.ahead, next.more);
+  __device__ __forceinline__ void refill(int tile, Next& next) const {
+    if (next.ahead.left >= 0) fetch(tile + kStages, next.slot);
+    look_up(tile + 2 * kStages, next);
   }
-  __device__ __forceinline__ int start_fetching() const {
+  __device__ __forceinline__ void start_fetching(Next& next) const {
     Walk start = start_fast(b.p, SharedPlan{b.p, b.sm.plan}, b.sm.unit);
     start.tile = number() - kStages;
     if (lane() == 0) b.store_walk(number(), start), b.sm.fetch[number()].place = 0;
     __syncwarp();
-    return refill(number() - kStages, look_up(number(), {}, true));
+    next = {{0, 0}, -1};
+    look_up(number(), next);
+    refill(number() - kStages, next);
   }
 
   __device__ __forceinline__ void run() {
-    int slot = start_fetching();
+    Next next;
+    start_fetching(next);
     int tile = 0;
 #pragma unroll 1
     for (int tiles; (tiles = next_piece()) > 0;) {
@@ -420,14 +427,14 @@ struct Keeper : Worker {
       const int end = kept(tile + tiles);
 #pragma unroll 1
       for (; tile != end; ++tile) {
-        take(tile);
-        if (info_of(tile) != kWhole) mask_out(tile);
+        if (take(tile) != kWhole) mask_out(tile);
         find_top(0), find_top(1), find_top(2);
+        const bool free = tile < 2 || mbarrier_test(taken(tile), (tile / 2 - 1) & 1);
         exponentials(tile);
-        deliver(tile);
+        deliver(tile, free);
         if (tile + 1 == end) finish(tile);
         arrive(ready(tile));
-        if (tile > 0 && ((tile - 1) & (kStages - 1)) == number()) slot = refill(tile - 1, slot);
+        if (tile > 0 && ((tile - 1) & (kStages - 1)) == number()) refill(tile - 1, next);
       }
     }
   }

@@ -15,8 +15,19 @@ use super::params::{MAX_BATCH, MAX_ROWS, SHARED_LIMIT, VerifyParams};
 const WIDE_MERGE: usize = 32;
 const MID_MERGE: usize = 1024;
 
-/// Tokens of all requests' prefixes from which on a launch is no longer a matter of latency.
-pub const LONG: usize = 1 << 16;
+/// Tokens of all requests' prefixes from which on a launch is no longer a matter of latency, however few its rows.
+const LONG: usize = 1 << 16;
+
+/// Whether a launch is no longer a matter of latency: `rows` draft rows of `requests` requests, whose prefixes have `tokens` tokens
+/// together. The more rows each has, the sooner; but short prefixes stay one (measured with a rank's 8 heads, docs/kernel.md).
+pub fn is_long(requests: usize, rows: usize, tokens: usize) -> bool {
+    let enough = match rows.div_ceil(requests.max(1)) {
+        0..=8 => LONG,
+        9..=16 => LONG / 4,
+        _ => LONG / 8,
+    };
+    tokens >= LONG || tokens >= enough.max(requests * LONG / 8)
+}
 
 /// Query rows a request takes in a block of `fast`, at most: few requests with short prefixes are a matter of latency, so they take
 /// small blocks, and as many of them as there are (measured, docs/kernel.md).
@@ -186,7 +197,7 @@ pub struct Verify {
 impl Verify {
     /// Loads the kernels for launches like the largest one in `limits`, and allocates their scratch.
     pub fn new(gpu: &Gpu, limits: Limits, tuning: Tuning) -> Result<Self, CudaError> {
-        let long = limits.batch * limits.prefix >= LONG;
+        let long = is_long(limits.batch, limits.batch * limits.rows_per_request, limits.batch * limits.prefix);
         Self::with_blocks(gpu, limits, tuning, block_rows(limits.batch, limits.rows_per_request * limits.heads, long))
     }
 
@@ -383,6 +394,15 @@ mod tests {
         assert_eq!(block_rows(8, 128, true), 128);
         assert_eq!(block_rows(8, 256, false), 256);
         assert_eq!(block_rows(9, 128, false), 128);
+    }
+
+    #[test]
+    fn a_launch_of_many_rows_is_long_sooner() {
+        assert!(is_long(1, 8, 65536) && !is_long(1, 8, 32768));
+        assert!(is_long(1, 16, 16384) && !is_long(1, 16, 8192));
+        assert!(is_long(1, 64, 8192) && !is_long(1, 64, 4096));
+        assert!(is_long(4, 64, 4 * 8192) && !is_long(8, 128, 8 * 4096));
+        assert!(is_long(8, 8, 65536) && !is_long(0, 0, 0));
     }
 
     #[test]

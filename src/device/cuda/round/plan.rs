@@ -20,7 +20,7 @@ pub(super) struct Sizes {
     pub groups: usize,
     /// Requests that draft, rounded up likewise; 0 = nobody.
     pub drafting: usize,
-    /// The requests' prefixes are long together ([`verify::LONG`]).
+    /// The requests' prefixes are long together ([`verify::is_long`]).
     pub long: bool,
     /// Some request draws its tokens (temperature above 0).
     pub draws: bool,
@@ -77,7 +77,7 @@ impl CudaRound {
         self.sizes.rows = padded(rows, self.limits.verify_rows);
         self.sizes.groups = padded(shares.len(), requests);
         self.sizes.drafting = padded(drafting, requests);
-        self.sizes.long = prefixes >= verify::LONG;
+        self.sizes.long = verify::is_long(self.sizes.groups, self.sizes.rows, prefixes);
         self.rows = rows;
         self.reach = reach.next_power_of_two().max(1024);
         (self.begun, self.unread) = (begin, true);
