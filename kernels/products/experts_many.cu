@@ -110,7 +110,7 @@ template <int DEPTH> __device__ __forceinline__ void gate_up_many(const GateUp& 
 }
 
 // grid (parts of an expert's tiles, entries): a warp has TILES tiles at a time, all of k.
-extern "C" __global__ void __launch_bounds__(256, SMALL_CARD ? 1 : 2) down_many(const __grid_constant__ Down p) {
+extern "C" __global__ void __launch_bounds__(256, 1) down_many(const __grid_constant__ Down p) {
   constexpr int DEPTH = 3, SLOT = TILES * STEP_BYTES;  // shared: the warps' rings, then the rows [unit of k][8 tiles][512]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   wait_for_predecessor();
