@@ -5,7 +5,7 @@ mod common;
 
 use common::{options, sampled, sixty_prompts, tokens, with_engine};
 use kdtree::device::cuda::gpu::usable_cards;
-use kdtree::device::cuda::verify::LONG;
+use kdtree::device::cuda::verify::is_long;
 use kdtree::device::cuda::{CudaDevice, Gpu, Numerics};
 use kdtree::device::{Admission, Device, Limits, Share, Verify};
 use kdtree::engine::contract::{Sampling, TokenLogprob};
@@ -291,12 +291,15 @@ fn the_tree_kernel_equals_the_baseline_in_every_row_of_every_round() {
     }
 }
 
+/// Tokens of eight prompts that are long together.
+const LONG: usize = 1 << 16;
+
 /// Eight requests whose prefixes are long together, so that rounds take the launches for long prefixes.
 fn long_prompts(driver: &dyn Driver) -> Vec<Vec<u32>> {
     let parts = sixty_prompts(driver);
     let prompt = |first: usize| parts.iter().cycle().skip(7 * first).flatten().copied().take(LONG / 8 + 100 * first).collect();
     let prompts: Vec<Vec<u32>> = (0..8).map(prompt).collect();
-    assert!(prompts.iter().map(Vec::len).sum::<usize>() >= LONG);
+    assert!(is_long(8, 8 * 8, prompts.iter().map(Vec::len).sum()));
     prompts
 }
 
