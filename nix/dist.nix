@@ -15,14 +15,16 @@ let
     [ "/usr/local/bin/" "/etc/kdtree/kdtree.toml" "/bin/sh" "/usr/bin/" "/usr/bin/" ]
     (builtins.unsafeDiscardStringContext text);
   note = "# Made from nixos-module/ by `nix build .#dist`; change it there. Install: docs/operating.md.\n";
-  devices = (import ../nixos-module/hardening.nix { inherit lib; gpus = 1; }).DeviceAllow;
+  hardening = gpus: import ../nixos-module/hardening.nix { inherit lib gpus; };
+  # What the sandbox of a server on cards allows beyond that of one without.
+  beyond = name: lib.filter (value: !(lib.elem value (hardening 0).${name})) (hardening 2).${name};
+  drop-in = lib.concatMapStrings (name: lib.concatMapStrings (value: "${name}=${value}\n") (beyond name)) [ "DeviceAllow" "RestrictAddressFamilies" ];
   files = {
     "kdtree.service" = note + outside (render "service" services.kdtree);
     "kdtree-health.service" = note + outside (render "service" services.kdtree-health);
     "kdtree-restart.service" = note + outside (render "service" services.kdtree-restart);
     "kdtree-health.timer" = note + outside (render "timer" timers.kdtree-health);
-    "gpus.conf" = note + "# Drop-in for /etc/systemd/system/kdtree.service.d/ on a machine that serves on GPUs.\n[Service]\n"
-      + lib.concatMapStrings (device: "DeviceAllow=${device}\n") devices;
+    "gpus.conf" = note + "# Drop-in for /etc/systemd/system/kdtree.service.d/ on a machine that serves on GPUs.\n[Service]\n" + drop-in;
     "kdtree.toml" = ''
       # The configuration of the plain systemd install; `kdtree config` prints every key and what it means.
       [engine]

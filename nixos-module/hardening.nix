@@ -36,7 +36,8 @@
   RestrictNamespaces = true;
   RestrictRealtime = true;
   RestrictSUIDSGID = true;
-  RestrictAddressFamilies = [ "AF_INET" "AF_INET6" "AF_UNIX" ];
+  # NCCL, which more than one card needs, asks for the network's interfaces over netlink before it starts.
+  RestrictAddressFamilies = [ "AF_INET" "AF_INET6" "AF_UNIX" ] ++ lib.optional (gpus > 1) "AF_NETLINK";
   SystemCallArchitectures = "native";
   # @resources: thread affinity and memory policy.
   SystemCallFilter = [ "@system-service @resources" "~@privileged" ];

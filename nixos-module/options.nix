@@ -94,7 +94,7 @@ in
         description = "File of gate prompts, one JSON object a line; null = the built-in set.";
       };
       maxTokens = mkOption {
-        type = types.ints.between 1 4096;
+        type = types.ints.between 2 4096;
         default = 24;
         description = "Tokens the gate generates per prompt.";
       };

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{options, sampled};
-use kdtree::engine::contract::{Event, FinishReason, Finished, Observer, Refused, Request, StopMatch};
+use kdtree::engine::contract::{Constraint, Event, FailureKind, FinishReason, Finished, Observer, Refused, Request, StopMatch};
 use kdtree::engine::driver::greedy;
 use kdtree::engine::handle::{EngineHandle, Health};
 use kdtree::engine::options::EngineOptions;
@@ -141,6 +141,38 @@ fn a_cancelled_request_ends_within_a_round_and_gives_its_slots_back() {
         assert!(began.elapsed() < Duration::from_secs(10), "slots are still held");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Allows everything a few times, then cannot say what may follow.
+struct GivesUp(usize);
+
+impl Constraint for GivesUp {
+    fn mask_tree(&mut self, _tokens: &[u32], _parents: &[u8], _words: usize, masks: &mut [u32]) -> Result<(), String> {
+        self.0 = self.0.checked_sub(1).ok_or("the grammar is too large")?;
+        masks.fill(u32::MAX);
+        Ok(())
+    }
+
+    fn commit(&mut self, _token: u32) -> Result<bool, String> {
+        Ok(false)
+    }
+}
+
+#[test]
+fn a_constraint_that_cannot_be_met_fails_its_own_request_and_as_the_clients_fault() {
+    let (handle, _thread, watch) = start(EngineOptions { budget: Budget::Tree(8), ..options() });
+    for masks in [0, 3] {
+        let other = handle.submit(greedy(vec![261; 5], 60, None)).unwrap();
+        let constraint: Option<Box<dyn Constraint>> = Some(Box::new(GivesUp(masks)));
+        let mut stream = handle.submit(Request { constraint, ..greedy(vec![261; 40], 60, None) }).unwrap();
+        let events: Vec<Event> = std::iter::from_fn(|| stream.next_blocking()).collect();
+        let Some(Event::Failed(failure)) = events.last() else { panic!("{events:?}") };
+        assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::Request, "the grammar is too large"));
+        let mut other = other;
+        let ends = std::iter::from_fn(|| other.next_blocking()).filter(|event| matches!(event, Event::Finished(_))).count();
+        assert_eq!(ends, 1, "the other request is not touched");
+    }
+    assert_eq!(*watch.held.lock().unwrap(), 0);
 }
 
 #[test]

@@ -84,6 +84,7 @@ fn a_busy_server_is_healthy() {
     ends(Completion::Status(429, "{}"), "ok", 0, 0, "429");
     ends(Completion::Status(503, "{}"), "loading", 0, 0, "it is loading");
     ends(Completion::Status(503, "{}"), "draining", 0, 0, "it is draining");
+    ends(Completion::Status(503, r#"{"error": {"code": "too_many_connections"}}"#), "dead", 0, 0, "connections are taken");
 }
 
 #[test]

@@ -212,6 +212,38 @@ fn a_reader_that_takes_nothing_is_cut_and_its_request_cancelled() {
 }
 
 #[test]
+fn a_schema_that_admits_nothing_or_too_much_is_refused_before_the_engine_sees_it() {
+    let sim = scripted(vec![say(&["</think>", "1", END])]);
+    let names: serde_json::Map<_, _> = (0..2001).map(|i| (format!("k{i}"), json!({}))).collect();
+    for schema in [json!({"$ref": "#"}), json!({"type": "object", "properties": names}), json!({"multipleOf": 1_000_003})] {
+        let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+        let answer = post(&sim, &chat(json!({"response_format": format})));
+        assert_eq!(answer.status, 400, "{}", answer.text());
+        assert!(answer.error_message().contains("cannot be honoured"), "{}", answer.text());
+    }
+    assert_eq!(sim.seen.started.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn grammars_are_compiled_once_a_request_and_hold_nobody_up() {
+    let setup = Setup { context: 1 << 17, queue: 128, ..Setup::default() };
+    let sim = start(setup, |_| vec![say(&["</think>", "a", END])]);
+    let one =
+        |i: usize| json!({"type": "function", "function": {"name": format!("f{i}"), "parameters": weather()[0]["function"]["parameters"]}});
+    let tools: Vec<Value> = (0..400).map(one).collect();
+    let body = chat(json!({"tools": tools, "n": 64}));
+    let address = sim.address;
+    let asked = std::thread::spawn(move || exchange(address, &Request::post("/v1/chat/completions", &body), Leave::Never).unwrap());
+    let begun = Instant::now();
+    while !asked.is_finished() {
+        let health = exchange(address, &Request::get("/health"), Leave::Never).unwrap();
+        assert!(health.status == 200 && health.total < Duration::from_secs(3), "{:?}", health.total);
+    }
+    assert_eq!(asked.join().unwrap().texts(), vec!["a"; 64]);
+    assert!(begun.elapsed() < Duration::from_secs(12), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn a_full_queue_is_429_with_retry_after_and_json() {
     let setup = Setup { queue: 1, running: 1, ..Setup::default() };
     let sim = start(setup, |_| vec![say(&["</think>"]), Step::Sleep(Duration::from_millis(700)), say(&["a", END])]);

@@ -145,8 +145,12 @@ fn silent(before: Option<f64>, after: Option<f64>, why: &str) -> Finding {
     }
 }
 
-/// 503: loading and draining have deadlines of their own, a dead engine has none.
+/// 503: loading and draining have deadlines of their own, a dead engine has none. A server whose connections are all taken lives, and
+/// a restart would cut them all.
 async fn unavailable(client: &Client, answer: &Value) -> Finding {
+    if answer.pointer("/error/code").and_then(Value::as_str) == Some("too_many_connections") {
+        return Finding::Busy("all its connections are taken (503)".into());
+    }
     let state = client.json(Method::GET, "/health", None).await;
     match state.as_ref().ok().and_then(|(_, health)| health.get("status")).and_then(Value::as_str) {
         Some(state @ ("loading" | "draining")) => Finding::Busy(format!("it is {state}")),

@@ -36,6 +36,8 @@ pub struct Active {
     pub record: Record,
     /// What this round verifies.
     pub chosen: Budget,
+    /// Why its constraint could not say what may follow: the round in hand chooses nothing.
+    pub unmet: Option<String>,
     generated: u32,
     text: TextStream,
     stop_ids: Vec<u32>,
@@ -68,6 +70,7 @@ impl Active {
             auto,
             record: Record::default(),
             chosen: Budget::Off,
+            unmet: None,
             generated: 0,
             text,
             stop_ids,
@@ -149,6 +152,9 @@ impl Active {
 
     /// Takes in what a round gave, sends it, and says whether the request ends with it. Tokens after a stop are dropped.
     pub fn emit(&mut self, tokenizer: &Tokenizer, outcome: Outcome) -> Option<End> {
+        if let Some(message) = self.unmet.take() {
+            return Some(End::Failed(Failure { kind: FailureKind::Request, message }));
+        }
         if let Some(message) = outcome.fault {
             return Some(End::Failed(Failure { kind: FailureKind::Model, message }));
         }

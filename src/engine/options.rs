@@ -80,6 +80,9 @@ const DEFAULT_CONTEXT: usize = 8192;
 /// Most bytes of cache taken from the machine's memory without being asked for.
 pub const DEFAULT_CACHE_BYTES: usize = 2 << 30;
 
+/// Most KV slots: kernels count them in 32 bits with a sign.
+const MAX_SLOTS: usize = 1 << 30;
+
 /// Rows of one verify pass, over all requests.
 pub const VERIFY_ROWS: usize = 512;
 
@@ -114,8 +117,8 @@ impl EngineOptions {
         if self.max_model_len == 1 {
             problems.push("engine.max_model_len: found 1, wanted at least 2 (a prompt and one token), or 0 to choose".into());
         }
-        if self.kv_tokens != 0 && self.kv_tokens < BLOCK {
-            problems.push(format!("engine.kv_tokens: found {}, wanted at least {BLOCK}, or 0 to choose", self.kv_tokens));
+        if self.kv_tokens != 0 && !(BLOCK..=MAX_SLOTS).contains(&self.kv_tokens) {
+            problems.push(format!("engine.kv_tokens: found {}, wanted {BLOCK} to {MAX_SLOTS}, or 0 to choose", self.kv_tokens));
         }
         problems
     }
@@ -140,4 +143,20 @@ impl EngineOptions {
 /// Slots a request of `tokens` tokens holds: draft rows stand beyond the last committed token, up to a full tree.
 pub fn slots_of_request(tokens: usize) -> usize {
     (tokens + MAX_ROWS).next_multiple_of(BLOCK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_of_slots_that_cannot_be_counted_is_refused_by_name() {
+        for kv_tokens in [1, BLOCK - 1, MAX_SLOTS + 1, usize::MAX] {
+            let problems = EngineOptions { kv_tokens, ..EngineOptions::default() }.problems();
+            assert!(problems.len() == 1 && problems[0].contains("engine.kv_tokens"), "{problems:?}");
+        }
+        for kv_tokens in [0, BLOCK, MAX_SLOTS] {
+            assert!(EngineOptions { kv_tokens, ..EngineOptions::default() }.problems().is_empty());
+        }
+    }
 }

@@ -249,7 +249,7 @@ impl<D: Device> Engine<D> {
             let mut masks = vec![0; words];
             let tail = active.prompt[end - 1];
             if let Err(message) = constraint.mask_tree(&[tail], &[0], words, &mut masks) {
-                self.close(request, End::Failed(Failure { kind: FailureKind::Model, message }));
+                self.close(request, End::Failed(Failure { kind: FailureKind::Request, message }));
                 return Ok(());
             }
             mask = Some(masks.into());
@@ -379,9 +379,9 @@ impl<D: Device> Engine<D> {
             let Some(active) = self.active[share.request].as_mut() else { continue };
             let Some(constraint) = &mut active.submission.request.constraint else { continue };
             let mut masks = vec![0; tree.tokens.len() * words];
-            // An empty mask makes sampling fail for this request alone, with the constraint's own message in the log.
+            // An empty mask makes sampling fail for this request alone.
             if let Err(message) = constraint.mask_tree(&tree.tokens, &tree.parents, words, &mut masks) {
-                tracing::error!(%message, "a constraint failed");
+                active.unmet = Some(message);
                 masks.fill(0);
             }
             all.push((at, masks));

@@ -35,11 +35,11 @@ use crate::speculate::cost::Prior;
 /// Why an engine did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("{0}")]
+    #[error(transparent)]
     Model(#[from] Problems),
     #[error("{0}")]
     Options(String),
-    #[error("{0}")]
+    #[error(transparent)]
     Device(#[from] DeviceError),
 }
 

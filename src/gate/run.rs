@@ -24,7 +24,7 @@ pub const MIN_COSINE: f64 = 1.0 - 1e-5;
 /// Why a run gave no report.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    #[error("{0}")]
+    #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("the server was stopped before the gate had finished")]
     Stopped,

@@ -18,6 +18,8 @@ pub const LATENT_NORM_EPS: f32 = 1e-6;
 
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
+/// Most experts of all layers together: the list of tensors of more would fill the memory before anything is compared with it.
+const MAX_EXPERTS: usize = 1 << 20;
 const MODEL_TYPES: [&str; 3] = ["kimi_k25", "kimi_k2", "deepseek_v3"];
 
 /// Sizes and constants of the target.
@@ -139,6 +141,11 @@ impl TargetConfig {
                 list.push(Problem::new(CONFIG, subject, found, wanted));
             }
         };
+        if self.layers.saturating_mul(self.experts) > MAX_EXPERTS {
+            let found = format!("{} layers of {}", self.layers, self.experts);
+            check(false, "n_routed_experts", found, format!("at most {MAX_EXPERTS} experts over all layers"));
+            return list;
+        }
         let group = self.quantization.group_size;
         check(
             self.top_k <= self.experts,

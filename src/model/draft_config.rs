@@ -13,6 +13,8 @@ use super::source::ModelSource;
 use crate::speculate::budget::MAX_ROWS;
 
 const CONFIG: &str = "config.json";
+/// Most layers of a drafter; more are no drafter but a damaged file.
+const MAX_LAYERS: usize = 1024;
 /// What SGLang assumes when no block size is stated.
 const DEFAULT_BLOCK: usize = 16;
 
@@ -110,7 +112,11 @@ impl DraftConfig {
         let heads = model.size("num_attention_heads");
         let hidden = model.size("hidden_size");
         let head_dim = model.size_or("head_dim", (hidden / heads).max(1));
-        let layers = model.size("num_hidden_layers");
+        let mut layers = model.size("num_hidden_layers");
+        if layers > MAX_LAYERS {
+            model.report("num_hidden_layers", layers, format!("at most {MAX_LAYERS}"));
+            layers = 1;
+        }
         if let Some(count) = dflash.get("num_target_layers").or_else(|| top.get("num_target_layers"))
             && count.as_u64() != Some(target.layers as u64)
         {

@@ -89,14 +89,14 @@ impl ServerConfig {
             return Err(format!("server.keep_alive_s = {}: wanted at least 0.01 seconds", self.keep_alive_s));
         }
         let counts = [
-            ("max_connections", self.max_connections, 1),
-            ("max_body_bytes", self.max_body_bytes, 1024),
-            ("max_header_bytes", self.max_header_bytes, 8192),
-            ("max_choices", self.max_choices, 1),
+            ("max_connections", self.max_connections, 1, 1 << 20),
+            ("max_body_bytes", self.max_body_bytes, 1024, 1 << 40),
+            ("max_header_bytes", self.max_header_bytes, 8192, 1 << 30),
+            ("max_choices", self.max_choices, 1, 1 << 20),
         ];
-        for (key, value, least) in counts {
-            if value < least {
-                return Err(format!("server.{key} = {value}: wanted at least {least}"));
+        for (key, value, least, most) in counts {
+            if !(least..=most).contains(&value) {
+                return Err(format!("server.{key} = {value}: wanted {least} to {most}"));
             }
         }
         Ok(())
@@ -137,8 +137,10 @@ mod tests {
     fn a_bad_value_or_key_is_named() {
         let bad = ServerConfig { drain_s: -1.0, ..Default::default() };
         assert!(bad.check().unwrap_err().contains("server.drain_s = -1"));
-        let bad = ServerConfig { max_connections: 0, ..Default::default() };
-        assert!(bad.check().unwrap_err().contains("max_connections"));
+        for max_connections in [0, usize::MAX] {
+            let bad = ServerConfig { max_connections, ..Default::default() };
+            assert!(bad.check().unwrap_err().contains("max_connections"));
+        }
         assert!(toml::from_str::<ServerConfig>("prot = 1").unwrap_err().to_string().contains("prot"));
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::error::ApiError;
 use super::metrics::ServerMetrics;
 use super::state::App;
-use crate::engine::contract::{Event, EventStream, FinishReason, Request};
+use crate::engine::contract::{Event, EventStream, FailureKind, FinishReason, Request};
 
 struct Choice {
     /// `None` once its terminal event has been passed on.
@@ -73,7 +73,10 @@ impl Generation {
         match event {
             Some(Event::Failed(failure)) => {
                 self.cancel();
-                tracing::error!(kind = ?failure.kind, message = %failure.message, "a request failed");
+                match failure.kind {
+                    FailureKind::Request => tracing::info!(message = %failure.message, "a request cannot be met"),
+                    kind => tracing::error!(?kind, message = %failure.message, "a request failed"),
+                }
                 Err(ApiError::failure(failure))
             }
             Some(Event::Finished(finished)) if finished.reason == FinishReason::Abort => {

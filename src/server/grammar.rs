@@ -5,6 +5,7 @@
 //! token ids in [`answer`].
 
 mod answer;
+mod limits;
 
 use std::sync::{Arc, OnceLock};
 
@@ -77,19 +78,23 @@ impl Grammars {
             Value::Bool(false) => return Err("the schema `false` admits nothing".into()),
             _ => return Err("a schema is an object".into()),
         };
+        if let Some(excess) = limits::excess(&schema) {
+            return Err(excess);
+        }
         // Options of the matcher are ours to set, not the client's.
         schema.insert("x-guidance".into(), json!({"whitespace_pattern": white_space, "coerce_one_of": true}));
         let grammar = TopLevelGrammar::from_json_schema(Value::Object(schema));
-        let matcher = Matcher::new(self.factory()?.parsers.create_parser(grammar));
-        match matcher.get_error() {
+        let mut matcher = Matcher::new(self.factory()?.parsers.create_parser(grammar));
+        // Some schemas compile and admit nothing, or too much at once, which only their first mask tells.
+        match matcher.get_error().or_else(|| matcher.compute_mask().err().map(|error| error.to_string())) {
             None => Ok(matcher),
             Some(error) => Err(error.lines().next().unwrap_or("it cannot be compiled").to_owned()),
         }
     }
 
-    /// The constraint of one choice.
-    pub fn constraint(&self, rules: AnswerRules) -> Result<Box<dyn Constraint>, String> {
-        Ok(Box::new(answer::Answer::new(rules, self.factory()?.trie.clone(), self.vocab_size)))
+    /// The constraint of one choice; all choices of a request share its rules.
+    pub fn constraint(&self, rules: impl Into<Arc<AnswerRules>>) -> Result<Box<dyn Constraint>, String> {
+        Ok(Box::new(answer::Answer::new(rules.into(), self.factory()?.trie.clone(), self.vocab_size)))
     }
 }
 

@@ -8,7 +8,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::{Body as HttpBody, Bytes, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::{HeaderMap, Response, StatusCode};
-use serde_json::Value;
+use serde::Serialize;
 
 use super::error::ApiError;
 
@@ -26,8 +26,12 @@ pub fn bytes(status: StatusCode, content_type: &'static str, body: impl Into<Byt
     response
 }
 
-pub fn json(status: StatusCode, value: &Value) -> Response<Body> {
-    bytes(status, "application/json", value.to_string())
+/// Written as it is, without a tree of JSON values in between: log-probabilities of a long prompt would take gigabytes as one.
+pub fn json(status: StatusCode, value: &impl Serialize) -> Response<Body> {
+    match serde_json::to_vec(value) {
+        Ok(text) => bytes(status, "application/json", text),
+        Err(problem) => error(&ApiError::internal(format!("The answer could not be written: {problem}."))),
+    }
 }
 
 pub fn error(error: &ApiError) -> Response<Body> {

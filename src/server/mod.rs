@@ -32,6 +32,7 @@ use anyhow::Context;
 use hyper_util::server::graceful::GracefulShutdown;
 use serde_json::Value;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::Instant;
 
 pub use config::ServerConfig;
 pub use listen::Bound;
@@ -98,7 +99,13 @@ pub async fn serve(bound: Bound, config: ServerConfig, parts: Parts) -> anyhow::
     }
 }
 
+/// How long the last bytes of answers have where the drain did not end by itself.
+const FLUSH: Duration = Duration::from_millis(500);
+
 /// Finishes what runs, refuses what comes, to a deadline or a second signal.
+///
+/// # Errors
+/// The engine thread died meanwhile.
 async fn drain(
     listener: &tokio::net::TcpListener,
     app: &Arc<App>,
@@ -112,6 +119,7 @@ async fn drain(
         return Ok(Ended::Stopped);
     }
     app.engine.drain();
+    let deadline = Instant::now() + app.config.drain();
     let (running, waiting) = (app.engine.running(), app.engine.waiting());
     tracing::info!(running, waiting, "draining");
     let refusing = GracefulShutdown::new();
@@ -122,15 +130,35 @@ async fn drain(
     };
     let ended = tokio::select! {
         () = at_rest => Ended::Drained,
+        _ = death(&app.engine) => Ended::Stopped,
         () = listen::accept(listener, app, &refusing) => unreachable!("accepting never ends by itself"),
-        () = tokio::time::sleep(app.config.drain()) => Ended::Stopped,
+        () = tokio::time::sleep_until(deadline) => Ended::Stopped,
         () = end.recv() => Ended::Stopped,
     };
     app.engine.stop();
-    // The last bytes of answers, error events included, on their way out.
-    let flush = async { tokio::join!(graceful.shutdown(), refusing.shutdown()) };
-    if tokio::time::timeout(Duration::from_millis(500), flush).await.is_err() {
+    let dead = match app.engine.health() {
+        Health::Dead(why) => Some(why),
+        _ => None,
+    };
+    app.dead.send_replace(dead.is_some());
+    // What was answered is still on its way to slow readers, error events included.
+    let patience = match ended {
+        Ended::Drained => deadline.saturating_duration_since(Instant::now()).max(FLUSH),
+        Ended::Stopped => FLUSH,
+    };
+    let late = GracefulShutdown::new();
+    let flushed = tokio::select! {
+        _ = async { tokio::join!(graceful.shutdown(), refusing.shutdown()) } => true,
+        () = listen::accept(listener, app, &late) => unreachable!("accepting never ends by itself"),
+        () = tokio::time::sleep(patience) => false,
+        () = end.recv() => false,
+    };
+    if !flushed {
         tracing::warn!("connections were cut");
+    }
+    if let Some(why) = dead {
+        tracing::error!(%why, "the engine has stopped");
+        anyhow::bail!("the engine has stopped: {why}");
     }
     tracing::info!(?ended, "stopped");
     Ok(ended)

@@ -83,7 +83,7 @@ fn find(path: &str) -> Option<&'static Entry> {
     })
 }
 
-/// Bodies from this size on, and requests that compile a grammar, are prepared beside the runtime's threads.
+/// Bodies from this size on are prepared beside the runtime's threads.
 const LARGE: usize = 16 << 10;
 
 /// Answers one request, whatever it is.

@@ -30,6 +30,8 @@ pub struct App {
     pub created: u64,
     /// One permit for each connection that may be open.
     pub connections: Arc<Semaphore>,
+    /// One permit for each grammar that may be compiled at a time.
+    pub compiling: Arc<Semaphore>,
     /// Becomes true when the engine thread is gone.
     pub dead: tokio::sync::watch::Sender<bool>,
     ids: Ids,
@@ -45,6 +47,7 @@ impl App {
         certificate: Arc<std::sync::OnceLock<Value>>,
     ) -> Self {
         let connections = Arc::new(Semaphore::new(config.max_connections));
+        let compiling = Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from).div_ceil(2)));
         let grammars = Grammars::new(engine.tokenizer().clone(), engine.info());
         Self {
             config,
@@ -56,6 +59,7 @@ impl App {
             certificate,
             created: unix_now(),
             connections,
+            compiling,
             dead: tokio::sync::watch::Sender::new(false),
             ids: Ids::new(),
         }

@@ -1,5 +1,7 @@
 //! A simulated engine behind the real server: a thread that owns the engine's inbox and plays a script for each request.
 
+#![allow(dead_code)]
+
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -136,9 +138,10 @@ impl Player {
             let (seen, observer) = (self.seen.clone(), self.observer.clone());
             thread::spawn(move || {
                 let died = Voice { submission, seen, observer, emitted: 0 }.play(steps);
-                shared.set_running(busy.fetch_sub(1, Ordering::SeqCst) - 1);
                 if died {
                     let _ = dead.send(());
+                } else {
+                    shared.set_running(busy.fetch_sub(1, Ordering::SeqCst) - 1);
                 }
             });
         }

@@ -1,7 +1,7 @@
 //! Declares tools as K2.5 and K2.6 were trained to read them: TypeScript-like text. A schema outside the rules makes the whole list fall
 //! back to compact JSON, as it did in training.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
@@ -64,15 +64,20 @@ fn function(function: &Map<String, Value>) -> Option<String> {
 #[derive(Default)]
 struct Definitions {
     schemas: Vec<(String, Value)>,
+    /// Where a name stands in `schemas`.
+    places: HashMap<String, usize>,
     self_reference: bool,
 }
 
 impl Definitions {
     fn register(&mut self, definitions: &Value) -> Option<()> {
         for (name, schema) in definitions.as_object()? {
-            match self.schemas.iter_mut().find(|(known, _)| known == name) {
-                Some((_, known)) => *known = schema.clone(),
-                None => self.schemas.push((name.clone(), schema.clone())),
+            match self.places.get(name) {
+                Some(&place) => self.schemas[place].1 = schema.clone(),
+                None => {
+                    self.places.insert(name.clone(), self.schemas.len());
+                    self.schemas.push((name.clone(), schema.clone()));
+                }
             }
         }
         Some(())
@@ -258,7 +263,7 @@ fn resolve(reference: &str, definitions: &mut Definitions) -> Option<String> {
         return Some("parameters".into());
     }
     let name = reference.strip_prefix("#/$defs/")?.rsplit('/').next()?;
-    definitions.schemas.iter().any(|(known, _)| known == name).then(|| name.to_string())
+    definitions.places.contains_key(name).then(|| name.to_string())
 }
 
 /// Values joined by ` | `, strings in double quotes; each must be of the stated type, null aside.
@@ -334,6 +339,18 @@ mod tests {
             assert_eq!(typescript(&tools).as_deref(), case["typescript"].as_str(), "{}", case["tools"]);
         }
         assert_eq!(cases.len(), 300);
+    }
+
+    /// Quadratic work would take minutes here.
+    #[test]
+    fn a_hundred_thousand_definitions_are_declared_at_once() {
+        let names: Vec<String> = (0..100_000).map(|i| format!("d{i}")).collect();
+        let definitions: Map<String, Value> = names.iter().map(|name| (name.clone(), json!({}))).collect();
+        let properties: Map<String, Value> = names.iter().map(|name| (name.clone(), json!({"$ref": format!("#/$defs/{name}")}))).collect();
+        let begun = std::time::Instant::now();
+        let text = typescript(&[tool("f", json!({"type": "object", "$defs": definitions, "properties": properties}))]).unwrap();
+        assert!(text.contains("interface d99999 any") && text.contains("  d99999?: d99999"));
+        assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
     }
 
     #[test]

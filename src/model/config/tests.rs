@@ -94,6 +94,15 @@ fn ignore_patterns_match_with_and_without_the_wrapper_prefix() {
 }
 
 #[test]
+fn more_experts_than_could_be_listed_are_refused_at_once() {
+    let problem = refusal(|config| {
+        config["text_config"]["num_hidden_layers"] = json!(1_u64 << 31);
+        config["text_config"]["n_routed_experts"] = json!(1_u64 << 31);
+    });
+    assert_eq!(problem.subject, "n_routed_experts");
+}
+
+#[test]
 fn a_quantised_attention_is_refused() {
     let change = |config: &mut Value| {
         config.as_object_mut().unwrap().remove("quantization_config");

@@ -123,6 +123,15 @@ fn other_kinds_of_drafters_are_refused_by_name() {
 }
 
 #[test]
+fn more_layers_than_could_be_listed_are_refused_at_once() {
+    let refused = changed(|config| {
+        config["num_hidden_layers"] = json!(1_u64 << 31);
+        config.as_object_mut().unwrap().remove("layer_types");
+    });
+    assert!(refused.unwrap_err().list.iter().any(|problem| problem.subject == "num_hidden_layers"));
+}
+
+#[test]
 fn sliding_layers_need_a_window() {
     assert!(changed(|config| config["sliding_window"] = Value::Null).unwrap_err().to_string().contains("sliding_window"));
     assert!(changed(|config| config["use_sliding_window"] = json!(false)).unwrap_err().to_string().contains("use_sliding_window"));

@@ -26,7 +26,7 @@ pub enum AnswerForm {
     Calls,
 }
 
-/// The rules of one choice.
+/// The rules of a request's answers.
 pub struct AnswerRules {
     pub markers: Option<Markers>,
     /// The prompt ended inside the reasoning.
@@ -80,7 +80,7 @@ enum Undo {
 
 /// The constraint of one choice.
 pub struct Answer {
-    rules: AnswerRules,
+    rules: Arc<AnswerRules>,
     trie: Arc<TokTrie>,
     vocab_size: usize,
     state: State,
@@ -90,7 +90,7 @@ pub struct Answer {
 mod tests;
 
 impl Answer {
-    pub fn new(rules: AnswerRules, trie: Arc<TokTrie>, vocab_size: usize) -> Self {
+    pub fn new(rules: Arc<AnswerRules>, trie: Arc<TokTrie>, vocab_size: usize) -> Self {
         let state = State { part: Part::Reasoning, json: None, calls: 0 };
         let mut answer = Self { rules, trie, vocab_size, state };
         if !answer.rules.thinking {

@@ -10,8 +10,8 @@ use serde_json::json;
 use super::chat_request::ChatRequest;
 use super::logprobs::{self, ChatLogprobs, PromptLogprobs};
 use super::stream::{Chunk, Shape, Streamed, trace};
-use super::types::{CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
-use crate::engine::contract::{Event, FinishReason, Finished, Token};
+use super::types::{Answer, CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
+use crate::engine::contract::{Event, FinishReason, Finished, Request, Token};
 use crate::model::tokenizer::Tokenizer;
 use crate::server::chat_output::{ChatOutput, Markers, Piece};
 use crate::server::error::ApiError;
@@ -310,7 +310,7 @@ impl Whole {
 /// Answers one checked request.
 pub async fn answer(app: Arc<App>, request: ChatRequest, arrival: Instant) -> Result<Response<Body>, ApiError> {
     let markers = Markers::of(app.engine.tokenizer());
-    let requests = request.requests(&app, markers)?;
+    let (request, requests) = requests(&app, request, markers).await?;
     let generation = Generation::submit(&app, requests, arrival)?;
     let stream = request.common.stream;
     let chat = Chat::new(&app, request, markers);
@@ -318,6 +318,23 @@ pub async fn answer(app: Arc<App>, request: ChatRequest, arrival: Instant) -> Re
         return Ok(sse::response(Streamed::new(generation, chat), app.config.keep_alive(), app.metrics.clone()));
     }
     whole(generation, chat).await
+}
+
+/// The engine's requests. Grammars are compiled beside the runtime's threads and a few at a time, so that other connections go on.
+async fn requests(app: &Arc<App>, request: ChatRequest, markers: Option<Markers>) -> Result<(ChatRequest, Vec<Request>), ApiError> {
+    if !request.is_bound() {
+        let requests = request.requests(app, markers)?;
+        return Ok((request, requests));
+    }
+    let failed = "Preparing the request failed.";
+    let permit = app.compiling.clone().acquire_owned().await.map_err(|_| ApiError::internal(failed))?;
+    let app = app.clone();
+    let compile = move || {
+        let _permit = permit;
+        let requests = request.requests(&app, markers)?;
+        Ok((request, requests))
+    };
+    tokio::task::spawn_blocking(compile).await.map_err(|_| ApiError::internal(failed))?
 }
 
 async fn whole(mut generation: Generation, mut chat: Chat) -> Result<Response<Body>, ApiError> {
@@ -330,10 +347,8 @@ async fn whole(mut generation: Generation, mut chat: Chat) -> Result<Response<Bo
         choice.complete();
         choice.prompt_logprobs = state.prompt_logprobs.take();
     }
-    let head = &chat.head;
-    let body = json!({
-        "id": head.id, "object": "chat.completion", "created": head.created, "model": &*head.model,
-        "choices": choices, "usage": chat.usage, "metrics": chat.speculation.metrics(),
-    });
-    Ok(http::json(StatusCode::OK, &body))
+    let Head { id, created, model } = &chat.head;
+    let (usage, metrics) = (chat.usage, chat.speculation.metrics());
+    let answer = Answer { id, object: "chat.completion", created: *created, model, choices: &choices, usage, metrics };
+    Ok(http::json(StatusCode::OK, &answer))
 }

@@ -1,10 +1,12 @@
 //! A checked chat request: the prompt as token ids, what the answer must look like, and which tools it may call.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 
 use super::params::{Common, MAX_TOP_LOGPROBS};
 use super::render;
-use crate::engine::contract::{Constraint, Request};
+use crate::engine::contract::Request;
 use crate::model::chat::ChatPrompt;
 use crate::server::chat_output::Markers;
 use crate::server::error::ApiError;
@@ -164,6 +166,7 @@ impl ChatRequest {
         let choice = tool_choice(fields, &tools)?;
         let prompt = render::prompt(app, fields)?;
         let room = common.room(prompt.ids.len(), info.max_model_len, app.request_slots())?;
+        common.check_prompt_logprobs(common.prompt_logprobs, prompt.ids.len())?;
         Ok(Self { common, prompt, tools, choice, parallel, format, logprobs, include_reasoning, room })
     }
 
@@ -172,8 +175,15 @@ impl ChatRequest {
         !self.tools.is_empty() && self.choice != ToolChoice::None
     }
 
+    /// Whether its requests need a grammar, which may take a while to compile.
+    pub fn is_bound(&self) -> bool {
+        self.calls_tools() || self.format != ResponseFormat::Text
+    }
+
     /// The engine's requests, one for each choice.
     pub fn requests(&self, app: &App, markers: Option<Markers>) -> Result<Vec<Request>, ApiError> {
+        let rules = self.rules(app, markers)?.map(Arc::new);
+        let constraint = || rules.clone().map(|rules| app.grammars.constraint(rules)).transpose().map_err(ApiError::internal);
         let one = |index: usize| {
             let mut sampling = self.common.sampling.clone();
             sampling.seed = self.common.seed_of(index, || app.random_seed());
@@ -191,15 +201,15 @@ impl ChatRequest {
                 budget: self.common.budget,
                 logprobs: self.logprobs,
                 prompt_logprobs: self.common.prompt_logprobs,
-                constraint: self.constraint(app, markers)?,
+                constraint: constraint()?,
                 trace: self.common.trace,
             })
         };
         (0..self.common.n).map(one).collect()
     }
 
-    /// The rules the answer is bound by; `None` when it is free.
-    fn constraint(&self, app: &App, markers: Option<Markers>) -> Result<Option<Box<dyn Constraint>>, ApiError> {
+    /// The rules the answers are bound by; `None` when they are free.
+    fn rules(&self, app: &App, markers: Option<Markers>) -> Result<Option<AnswerRules>, ApiError> {
         let tools = if self.calls_tools() && markers.is_some() { self.tool_rules(app)? } else { Vec::new() };
         let forced = matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_));
         let form = match &self.format {
@@ -212,7 +222,7 @@ impl ChatRequest {
             ResponseFormat::Text if tools.is_empty() => return Ok(None),
             ResponseFormat::Text => AnswerForm::Free,
         };
-        let rules = AnswerRules {
+        Ok(Some(AnswerRules {
             markers,
             thinking: self.prompt.reasoning_open,
             form,
@@ -221,8 +231,7 @@ impl ChatRequest {
             parallel: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
             first_call: self.prompt.next_call,
             ends: app.engine.info().stop_ids.clone(),
-        };
-        app.grammars.constraint(rules).map(Some).map_err(ApiError::internal)
+        }))
     }
 
     /// Rules for the tools that may be called. A schema that cannot be compiled is refused when `strict`; else any object will do.

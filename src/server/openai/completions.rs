@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::logprobs::{self, PromptLogprobs, TextLogprobs};
 use super::params::{Common, token_id};
 use super::stream::{Chunk, Shape, Streamed, trace};
-use super::types::{Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
+use super::types::{Answer, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
 use crate::engine::contract::{Event, Finished, Request, Token, TokenLogprob};
 use crate::model::tokenizer::Tokenizer;
 use crate::server::error::ApiError;
@@ -66,14 +66,17 @@ impl CompletionRequest {
         let slots = app.request_slots();
         let room = |prompt: &Prompt| common.room(prompt.ids.len(), info.max_model_len, slots).map_err(|error| error.with_param("prompt"));
         let rooms = prompts.iter().map(room).collect::<Result<_, _>>()?;
-        Ok(Self {
+        let tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
+        let request = Self {
             nothing: common.max_tokens == Some(0),
             echo: fields.bool("echo")?.unwrap_or(false),
             logprobs: fields.integer("logprobs", 0..=super::params::MAX_TOP_LOGPROBS)?.map(|k| k as u32),
             common,
             prompts,
             rooms,
-        })
+        };
+        request.common.check_prompt_logprobs(request.prompt_logprobs(), tokens)?;
+        Ok(request)
     }
 
     /// The engine's requests, `n` for each prompt in turn.
@@ -393,12 +396,10 @@ async fn whole(mut generation: Generation, mut completion: Completion) -> Result
     for (choice, state) in choices.iter_mut().zip(&mut completion.choices) {
         choice.prompt_logprobs = state.prompt_logprobs.take();
     }
-    let head = &completion.head;
-    let body = json!({
-        "id": head.id, "object": OBJECT, "created": head.created, "model": &*head.model,
-        "choices": choices, "usage": completion.usage, "metrics": completion.speculation.metrics(),
-    });
-    Ok(http::json(StatusCode::OK, &body))
+    let Head { id, created, model } = &completion.head;
+    let (usage, metrics) = (completion.usage, completion.speculation.metrics());
+    let answer = Answer { id, object: OBJECT, created: *created, model, choices: &choices, usage, metrics };
+    Ok(http::json(StatusCode::OK, &answer))
 }
 
 #[cfg(test)]

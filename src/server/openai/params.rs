@@ -16,6 +16,8 @@ const MAX_STOP_BYTES: usize = 1024;
 const MAX_BIASES: usize = 1024;
 /// Most alternatives reported per token.
 pub const MAX_TOP_LOGPROBS: i64 = 20;
+/// Most log-probabilities of prompt tokens in one answer, which is held in memory until it is complete: about 200 bytes each.
+const MAX_PROMPT_LOGPROBS: u64 = 4 << 20;
 
 /// What completions and chat have in common.
 #[derive(Clone, Debug)]
@@ -95,6 +97,21 @@ impl Common {
             return Err(ApiError::context_length(prompt, u64::from(self.min_tokens), limit.min(slots)));
         }
         Ok(self.max_tokens.map_or(room, |asked| asked.clamp(1, room)))
+    }
+
+    /// Refuses more log-probabilities of prompt tokens than an answer can hold: `asked` alternatives beside each of `tokens` prompt
+    /// tokens, for every choice.
+    pub fn check_prompt_logprobs(&self, asked: Option<u32>, tokens: usize) -> Result<(), ApiError> {
+        let Some(top) = asked else { return Ok(()) };
+        let wanted = (tokens as u64).saturating_mul(self.n as u64).saturating_mul(u64::from(top) + 1);
+        if wanted <= MAX_PROMPT_LOGPROBS {
+            return Ok(());
+        }
+        let message = format!(
+            "{wanted} log-probabilities of prompt tokens (prompt tokens times choices times alternatives) are too many: wanted at most \
+             {MAX_PROMPT_LOGPROBS}."
+        );
+        Err(ApiError::invalid("prompt_logprobs", message))
     }
 
     /// The seed of choice `index`: the request's own for the first, mixed ones for the others.
@@ -317,6 +334,18 @@ mod tests {
             assert!(error.message.contains(&prompt.to_string()) && error.message.contains("64"));
         }
         assert_eq!(asked(4).room(400, 1024, 256).unwrap_err().code, Some("kv_capacity_exceeded"));
+    }
+
+    #[test]
+    fn log_probabilities_of_prompts_are_limited_over_all_choices() {
+        let choices = |n: u32| parse(json!({"n": n})).unwrap();
+        assert_eq!(choices(128).check_prompt_logprobs(None, usize::MAX), Ok(()));
+        assert_eq!(choices(1).check_prompt_logprobs(Some(15), 1 << 18), Ok(()));
+        assert_eq!(choices(128).check_prompt_logprobs(Some(1), 8192), Ok(()));
+        for (n, top, tokens) in [(1, 16, 1 << 18), (128, 20, 8000), (128, 20, usize::MAX)] {
+            let error = choices(n).check_prompt_logprobs(Some(top), tokens).unwrap_err();
+            assert_eq!((error.status.as_u16(), error.param.as_deref()), (400, Some("prompt_logprobs")));
+        }
     }
 
     #[test]
