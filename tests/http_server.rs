@@ -215,11 +215,16 @@ fn a_reader_that_takes_nothing_is_cut_and_its_request_cancelled() {
 fn a_schema_that_admits_nothing_or_too_much_is_refused_before_the_engine_sees_it() {
     let sim = scripted(vec![say(&["</think>", "1", END])]);
     let names: serde_json::Map<_, _> = (0..2001).map(|i| (format!("k{i}"), json!({}))).collect();
-    for schema in [json!({"$ref": "#"}), json!({"type": "object", "properties": names}), json!({"multipleOf": 1_000_003})] {
+    for (schema, why) in [
+        (json!({"$ref": "#"}), "nothing fits it"),
+        (json!({"type": "object", "properties": names}), "properties"),
+        (json!({"multipleOf": 1_000_003}), "multipleOf"),
+    ] {
         let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
         let answer = post(&sim, &chat(json!({"response_format": format})));
         assert_eq!(answer.status, 400, "{}", answer.text());
-        assert!(answer.error_message().contains("cannot be honoured"), "{}", answer.text());
+        let message = answer.error_message();
+        assert!(message.contains("cannot be honoured") && message.contains(why), "{message}");
     }
     assert_eq!(sim.seen.started.load(Ordering::SeqCst), 0);
 }

@@ -88,7 +88,10 @@ impl Grammars {
         // Some schemas compile and admit nothing, or too much at once, which only their first mask tells.
         match matcher.get_error().or_else(|| matcher.compute_mask().err().map(|error| error.to_string())) {
             None => Ok(matcher),
-            Some(error) => Err(error.lines().next().unwrap_or("it cannot be compiled").to_owned()),
+            Some(error) => Err(match error.lines().next() {
+                Some("NoExtensionBias") => "nothing fits it".to_owned(),
+                why => why.unwrap_or("it cannot be compiled").to_owned(),
+            }),
         }
     }
 
