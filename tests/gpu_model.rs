@@ -25,7 +25,7 @@ use serde_json::Value;
 const TOKENS: u32 = 64;
 
 /// Below this difference of log-probabilities between the two best tokens a choice is too close to call in bf16. On the H200 texts part
-/// from the CPU's below 0.031 and budgets from each other below 0.015, but for those of [`REROUTED`].
+/// from the CPU's below 0.041 and budgets from each other below 0.015, but for those of [`REROUTED`].
 const MARGIN: f32 = 0.1;
 
 /// Texts that may part at any margin, at this step: the router's choice there stands on a near-tie, and with the other expert the CPU's
