@@ -48,7 +48,7 @@ prepare_nix() {
 configure_nix() {
   mkdir -p "$APPLIANCE/nix/etc/nix" "$APPLIANCE/tools/bin"
   printf '%s\n' 'experimental-features = nix-command flakes' 'build-users-group =' 'substituters =' 'flake-registry =' 'warn-dirty = false' \
-    'sandbox = true' 'sandbox-fallback = false' "sandbox-paths = $(sandbox_paths)" > "$APPLIANCE/nix/etc/nix/nix.conf"
+    'sandbox = true' 'sandbox-fallback = false' "sandbox-paths = $(sandbox_paths)" 'max-jobs = auto' > "$APPLIANCE/nix/etc/nix/nix.conf"
 }
 
 # What builds of the stand-in see of the host: its tools, cargo's caches, and the CUDA compiler where there is one.
@@ -63,7 +63,7 @@ cuda_bin() { [ -n "${KDTREE_NVCC:-}" ] && [ "$KDTREE_NVCC" != none ] && dirname 
 
 # The formatter of the flake; the flake's own `nix fmt` is nixpkgs' copy of the same program.
 prepare_nixpkgs_fmt() {
-  [ -x "$APPLIANCE/tools/bin/nixpkgs-fmt" ] || cargo install --quiet --locked --root "$APPLIANCE/tools" nixpkgs-fmt@1.3.0
+  [ -x "$APPLIANCE/tools/bin/nixpkgs-fmt" ] || cargo install --quiet --debug --locked --root "$APPLIANCE/tools" nixpkgs-fmt@1.3.0
 }
 
 # The stand-in outside the repository, with the paths of this host's tools written into it.

@@ -34,6 +34,8 @@ let
   cargoEnv = ''
     export HOME=$PWD CARGO_HOME=${tools.cargoHome} RUSTUP_HOME=${tools.rustupHome} CARGO_NET_OFFLINE=true CARGO_TARGET_DIR=$PWD/target
     export RUSTFLAGS="--remap-path-prefix=$PWD=/build --remap-path-prefix=${tools.cargoHome}=/cargo" CARGO_INCREMENTAL=0
+    # nixpkgs strips what it installs.
+    export CARGO_PROFILE_RELEASE_DEBUG=0
   '';
 
   # A value as TOML, tables inline.
