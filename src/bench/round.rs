@@ -130,6 +130,10 @@ pub struct Report {
     pub cells: Vec<Cell>,
 }
 
+/// Prompts that a class has in a repetition, at least; a class of fewer is repeated as much more often, so that no figure hangs on a
+/// few short texts.
+const PROMPTS: usize = 3;
+
 /// Runs every class under every budget, `repeat` times after one pass that is not counted, one request at a time.
 pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], repeat: usize) -> anyhow::Result<Report> {
     let floor = measure_floor(driver, config)?;
@@ -137,7 +141,7 @@ pub fn run(driver: &mut dyn Driver, config: &TargetConfig, budgets: &[Budget], r
     for class in &CLASSES {
         let mut measured = vec![Measured::of(class); budgets.len()];
         // The first pass is not counted: it teaches `auto` this class, as steady traffic of the class would.
-        for pass in 0..=repeat {
+        for pass in 0..=repeat * (PROMPTS / class.prompts.len()).max(1) {
             for (at, &prompt) in class.prompts.iter().enumerate() {
                 // Every prompt goes through all budgets before the next comes, so that they share a machine's better and worse moments.
                 for of in order(budgets.len(), pass + at) {
