@@ -1,6 +1,6 @@
 //! The automatic budget: how many rows are worth verifying, chosen each round so that tokens per microsecond are highest. One per
-//! running request (started from its class's), told by the engine after every round; `joint` chooses for all requests of a round. The
-//! choice never changes the text, only how long it takes.
+//! running request (started from its class's), asked and told by the engine around every round. The choice never changes the
+//! text, only how long it takes.
 //!
 //! What a size would accept is known without trying it. A best-first tree of n rows is the first n rows of every larger one, so
 //! one walk tells what each smaller budget would have accepted; the drafter's own path probabilities (their sum over rows is the
@@ -9,8 +9,7 @@
 //! choice try it again just when that could pay.
 
 use super::budget::{Budget, MAX_ROWS};
-use super::joint::{self, Load, Offer};
-use super::round_cost::{Curves, RoundCost};
+use super::cost::{CostModel, Curve};
 use super::tree::Tree;
 
 /// Tree sizes to choose from; 1 is plain decoding. The chain is a further choice.
@@ -38,9 +37,22 @@ const HYSTERESIS: f64 = 1.01;
 /// and what a chain would do is known with less noise than it seems.
 const CHAIN_LEAD: f64 = 1.03;
 
+/// Drafting must promise this much more than not drafting: it is the best of nine guesses, each with its noise, and what it needs of
+/// the drafter's context is owed first.
+const DRAFT_LEAD: f64 = 1.03;
+
 /// Standard deviations by which a request is believed better than is known of it, so that it is tried where requests differ. With one
 /// whole one, requests of one kind that come out just behind plain decoding are tried too often.
 const HOPE: f64 = 0.4;
+
+/// The other requests of the round.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Load {
+    /// Rows they verify.
+    pub rows: usize,
+    /// Tokens they are expected to emit (`AutoBudget::expected`).
+    pub tokens: f64,
+}
 
 /// A mean that forgets, with a value to fall back on.
 #[derive(Clone, Copy, Debug, Default)]
@@ -152,52 +164,45 @@ impl AutoBudget {
         heir
     }
 
-    /// The budget of the next round where nobody else chooses: `Off`, `Chain` or `Tree(rows)`. `context` is the prefix of all
-    /// requests of the round.
-    pub fn choose(&mut self, cost: &RoundCost, context: usize, load: Load) -> Budget {
-        joint::choose(&mut [self], &cost.curves(context), load, MAX_ROWS);
-        self.current
-    }
-
-    /// What was chosen last.
-    pub fn current(&self) -> Budget {
-        self.current
-    }
-
-    /// Takes one of its offers.
-    pub fn take(&mut self, budget: Budget) {
-        self.current = budget;
-    }
-
-    /// Every choice of at most `cap` rows, not to draft first, with the tokens it is credited with: those expected, less what a
-    /// choice must promise to be taken.
-    pub fn offers(&self, cap: usize) -> Vec<Offer> {
+    /// The budget of the next round: `Off`, `Chain` or `Tree(rows)`. `context` is the prefix of all requests of the round.
+    pub fn choose(&mut self, cost: &CostModel, context: usize, load: Load) -> Budget {
+        let curve = cost.curve(context);
         let unknown = self.spread * (self.inherited / (self.inherited + self.drafted)).sqrt();
         let hope = 1.0 + HOPE * unknown;
-        let offer = |(budget, tokens): (Budget, f64)| {
+        let (mut best, mut most, mut now) = (Budget::Off, 0.0, 0.0);
+        for (budget, tokens) in self.forecasts() {
             let handicap = match budget {
-                Budget::Chain => CHAIN_LEAD,
-                _ => 1.0,
+                Budget::Off => 1.0,
+                Budget::Chain => DRAFT_LEAD * CHAIN_LEAD,
+                _ => DRAFT_LEAD,
             };
-            let kept = if budget == self.current { HYSTERESIS } else { 1.0 };
-            let tokens = f64::min(1.0 + (tokens - 1.0) * hope, self.block as f64) * kept / handicap;
-            Offer { budget, rows: self.rows(budget), tokens }
-        };
-        self.forecasts().map(offer).filter(|offer| offer.budget == Budget::Off || offer.rows <= cap).collect()
+            let tokens = f64::min(1.0 + (tokens - 1.0) * hope, self.block as f64);
+            let worth = (tokens + load.tokens) / curve.micros(load.rows + self.rows(budget)) / handicap;
+            if worth > most {
+                (best, most) = (budget, worth);
+            }
+            if budget == self.current {
+                now = worth;
+            }
+        }
+        if most > HYSTERESIS * now {
+            self.current = best;
+        }
+        self.current
     }
 
     /// CaDDTree's rule for one grown tree: how many of its rows are worth verifying at this cost, given the probabilities this tree
     /// has. Rows are worth it while they add tokens faster than the best budget yields on average. Returns a rung of the
     /// ladder, at most `tree.rows` rounded up to one.
-    pub fn trim(&self, tree: &Tree, cost: &RoundCost, context: usize, load: Load) -> usize {
-        let curve = cost.curves(context);
+    pub fn trim(&self, tree: &Tree, cost: &CostModel, context: usize, load: Load) -> usize {
+        let curve = cost.curve(context);
         let price = self.choices().map(|budget| self.rate(budget, &curve, load)).fold(0.0, f64::max);
         let (mut tokens, mut best, mut rows, usual) = (1.0, f64::NEG_INFINITY, 1, self.usual());
         for (at, &size) in LADDER.iter().enumerate().take_while(|&(_, &size)| size <= self.max_rows) {
             if at > 0 {
                 tokens += self.calibration(at, usual) * mass(tree, at);
             }
-            let surplus = f64::min(tokens, self.block as f64) - price * curve.micros(load.rows + size, load.drafting || size > 1);
+            let surplus = f64::min(tokens, self.block as f64) - price * curve.micros(load.rows + size);
             if surplus > best {
                 (best, rows) = (surplus, size);
             }
@@ -296,9 +301,8 @@ impl AutoBudget {
     }
 
     /// Tokens per microsecond of the whole round.
-    fn rate(&self, budget: Budget, curve: &Curves, load: Load) -> f64 {
-        let rows = self.rows(budget);
-        (self.expected(budget) + load.tokens) / curve.micros(load.rows + rows, load.drafting || rows > 1)
+    fn rate(&self, budget: Budget, curve: &Curve, load: Load) -> f64 {
+        (self.expected(budget) + load.tokens) / curve.micros(load.rows + self.rows(budget))
     }
 
     /// Rows that a round of this budget verifies.
