@@ -118,7 +118,27 @@ pub fn answers(case: &Case, server: &Binary) -> Result<Vec<Answer>, String> {
 fn storm(case: &Case, server: &Binary) -> Verdict {
     let alone = server.send(&case.request()).content();
     let count = case.times.unwrap_or(2000);
+    // A server that has seen this load once: buffers that rounds of many requests need for the first time are no leak.
+    leavers(case, server, count / 5);
+    freed(server)?;
     let before = server.memory();
+    for answer in leavers(case, server, count) {
+        match answer.status {
+            200 => equal("a survivor's text", answer.content(), alone.clone())?,
+            429 => {}
+            other => return Err(format!("a survivor got {other}")),
+        }
+    }
+    freed(server)?;
+    holds("nothing was counted as aborted", server.metric("vllm:request_success_total") > 0.0)?;
+    let grown = server.memory() as f64 / before as f64;
+    holds(&format!("memory grew to {grown:.2} of what it was"), grown < 1.15)?;
+    let log = server.log.lock().unwrap();
+    holds(&log, !log.contains("panicked"))
+}
+
+/// A hundred clients at a time that leave at random moments; the answers of those that stay, every 50th.
+fn leavers(case: &Case, server: &Binary, count: usize) -> Vec<Answer> {
     let stays = Mutex::new(Vec::new());
     let address = server.address;
     let next = AtomicUsize::new(0);
@@ -140,19 +160,7 @@ fn storm(case: &Case, server: &Binary) -> Verdict {
             });
         }
     });
-    for answer in stays.into_inner().unwrap() {
-        match answer.status {
-            200 => equal("a survivor's text", answer.content(), alone.clone())?,
-            429 => {}
-            other => return Err(format!("a survivor got {other}")),
-        }
-    }
-    freed(server)?;
-    holds("nothing was counted as aborted", server.metric("vllm:request_success_total") > 0.0)?;
-    let grown = server.memory() as f64 / before as f64;
-    holds(&format!("memory grew to {grown:.2} of what it was"), grown < 1.15)?;
-    let log = server.log.lock().unwrap();
-    holds(&log, !log.contains("panicked"))
+    stays.into_inner().unwrap()
 }
 
 /// A long prompt arrives while a stream runs.
