@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Clients that are not ours against the real binary: tests/clients/run.sh [target/debug/kdtree]
 # Versions are pinned. Ends with "N passed, N failed". CLIENTS_CACHE keeps what was downloaded (default target/clients).
-# `--prepare` alone only downloads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 binary=${1:-target/debug/kdtree}
@@ -30,7 +29,6 @@ os.chmod(target, 0o755)
 PY
     rm -rf "$cache/wheel"
 fi
-[ "$binary" = --prepare ] && exit
 
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 url=http://127.0.0.1:$port

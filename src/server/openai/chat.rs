@@ -10,7 +10,7 @@ use serde_json::json;
 use super::chat_request::ChatRequest;
 use super::logprobs::{self, ChatLogprobs, PromptLogprobs};
 use super::stream::{Chunk, Shape, Streamed, trace};
-use super::types::{Answer, CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
+use super::types::{CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
 use crate::engine::contract::{Event, FinishReason, Finished, Request, Token};
 use crate::model::tokenizer::Tokenizer;
 use crate::server::chat_output::{ChatOutput, Markers, Piece};
@@ -347,8 +347,6 @@ async fn whole(mut generation: Generation, mut chat: Chat) -> Result<Response<Bo
         choice.complete();
         choice.prompt_logprobs = state.prompt_logprobs.take();
     }
-    let Head { id, created, model } = &chat.head;
-    let (usage, metrics) = (chat.usage, chat.speculation.metrics());
-    let answer = Answer { id, object: "chat.completion", created: *created, model, choices: &choices, usage, metrics };
+    let answer = Chunk::whole(&chat.head, "chat.completion", &choices, chat.usage, chat.speculation.metrics());
     Ok(http::json(StatusCode::OK, &answer))
 }

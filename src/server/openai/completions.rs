@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::logprobs::{self, PromptLogprobs, TextLogprobs};
 use super::params::{Common, token_id};
 use super::stream::{Chunk, Shape, Streamed, trace};
-use super::types::{Answer, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
+use super::types::{Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
 use crate::engine::contract::{Event, Finished, Request, Token, TokenLogprob};
 use crate::model::tokenizer::Tokenizer;
 use crate::server::error::ApiError;
@@ -396,9 +396,7 @@ async fn whole(mut generation: Generation, mut completion: Completion) -> Result
     for (choice, state) in choices.iter_mut().zip(&mut completion.choices) {
         choice.prompt_logprobs = state.prompt_logprobs.take();
     }
-    let Head { id, created, model } = &completion.head;
-    let (usage, metrics) = (completion.usage, completion.speculation.metrics());
-    let answer = Answer { id, object: OBJECT, created: *created, model, choices: &choices, usage, metrics };
+    let answer = Chunk::whole(&completion.head, OBJECT, &choices, completion.usage, completion.speculation.metrics());
     Ok(http::json(StatusCode::OK, &answer))
 }
 

@@ -63,7 +63,7 @@ impl<S: Shape> Source for Streamed<S> {
     }
 }
 
-/// One chunk of a stream; `C` is the route's choice.
+/// One chunk of a stream, or a whole answer; `C` is the route's choice.
 #[derive(Serialize)]
 pub struct Chunk<'a, C: Serialize> {
     pub id: &'a str,
@@ -83,6 +83,11 @@ pub struct Chunk<'a, C: Serialize> {
 impl<'a, C: Serialize> Chunk<'a, C> {
     pub fn new(head: &'a Head, object: &'static str, choices: &'a [C], usage: Option<Option<Usage>>) -> Self {
         Self { id: &head.id, object, created: head.created, model: &head.model, choices, usage, metrics: None, kdtree: None }
+    }
+
+    /// The answer of a request that is not streamed.
+    pub fn whole(head: &'a Head, object: &'static str, choices: &'a [C], usage: Usage, metrics: RequestMetrics) -> Self {
+        Self { metrics: Some(metrics), ..Self::new(head, object, choices, Some(Some(usage))) }
     }
 }
 

@@ -127,18 +127,6 @@ pub struct Head {
     pub model: Arc<str>,
 }
 
-/// The answer of a request that is not streamed; `C` is the route's choice.
-#[derive(Serialize)]
-pub struct Answer<'a, C: Serialize> {
-    pub id: &'a str,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: &'a str,
-    pub choices: &'a [C],
-    pub usage: Usage,
-    pub metrics: RequestMetrics,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
