@@ -143,7 +143,7 @@ in
       timeout = mkOption {
         type = seconds;
         default = 30;
-        description = "Seconds the completion may take. A server whose tokens advance meanwhile, or that answers 429, is busy and healthy.";
+        description = "Seconds the completion may take. A server whose tokens advance meanwhile, that answers 429, or whose connections are all taken, is busy and healthy.";
       };
       attempts = mkOption {
         type = types.ints.positive;
