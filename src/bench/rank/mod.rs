@@ -53,7 +53,8 @@ pub struct Row {
     pub us: f64,
     pub bytes: u64,
     pub floor_us: f64,
-    /// Distinct experts chosen in a layer, mean over layers; 0 for parts without experts.
+    /// Distinct experts chosen in a layer: of the pass the mean over its layers, of the experts alone those of the layer nearest to that
+    /// mean, whose choice they were timed with; 0 for parts without experts.
     pub distinct_experts: f64,
 }
 
@@ -66,12 +67,14 @@ pub struct Comparison {
     pub on_us: f64,
 }
 
+/// How fast prompts of one length are prefilled on one rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Prefill {
     pub prompt: usize,
     pub tokens_per_second: f64,
 }
 
+/// What `kdtree bench rank --json` writes and tests/evidence/rank-h200.json holds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     pub device: String,
@@ -214,7 +217,7 @@ impl Bench {
 
     fn cell(&mut self, draft_rows: usize, batch: usize, prefix: usize) -> Result<Vec<Row>> {
         let shares: Vec<Share> = (0..batch).map(|request| Share { request, rows: draft_rows, chain: false }).collect();
-        let (repeats, layers, moe, moe_first) = (self.grid.repeats, self.layers, self.moe_layers.clone(), self.moe_layers.start);
+        let (repeats, layers, moe) = (self.grid.repeats, self.layers, self.moe_layers.clone());
         self.executor.apply(&Command::Draft(shares.clone().into()))?;
         let Executor { device, round, target, drafter, latents, contexts, block_rows, tree_rows, accepted, .. } = &mut self.executor;
         device.place_trees(round, tree_rows)?;
@@ -225,7 +228,14 @@ impl Bench {
             target.forward(device, tree_rows, Form::Absorbed, latents)?;
             target.head(device, tree_rows)
         })?;
-        let distinct = device.read_routes(tree_rows.bound, draft_rows * batch, self.top_k)?.experts.len() as f64;
+        // Layers choose differently: a pass reads the mean, and the experts alone are timed with the choice of a layer near it.
+        let mut chosen = Vec::with_capacity(moe.len());
+        for layer in moe.clone() {
+            let Some((weights, h, _)) = target.moe(layer) else { continue };
+            device.moe_route(weights, h, tree_rows, layer)?;
+            chosen.push((layer, device.read_routes(tree_rows.bound, draft_rows * batch, self.top_k)?.experts.len() as f64));
+        }
+        let (mean, (usual, usual_count)) = mean_and_nearest(&chosen);
         us.push((Part::Total, total));
         us.push((
             Part::Projections,
@@ -241,7 +251,7 @@ impl Bench {
             timed(gpu, repeats, || (0..layers).try_for_each(|layer| target.attend(device, layer, tree_rows, Form::Absorbed, latents)))?,
         ));
         let all = timed(gpu, repeats, || moe.clone().try_for_each(|layer| target.mlp(device, layer, tree_rows)))?;
-        let routed = target.moe(moe.start).map(|(moe, h, _)| device.moe_route(moe, h, tree_rows, moe_first)).transpose()?;
+        let routed = target.moe(usual).map(|(moe, h, _)| device.moe_route(moe, h, tree_rows, usual)).transpose()?;
         let experts = timed(gpu, repeats, || {
             moe.clone().try_for_each(|layer| match (target.moe(layer), &routed) {
                 (Some((moe, _, out)), Some(routed)) => device.moe_experts(moe, routed, out).map(drop),
@@ -269,9 +279,13 @@ impl Bench {
         Ok(us
             .into_iter()
             .map(|(part, us)| {
-                let bytes = self.bytes.of(part, draft_rows, batch, prefix, distinct);
+                let distinct_experts = match part {
+                    Part::Total => mean,
+                    Part::Experts => usual_count,
+                    _ => 0.0,
+                };
+                let bytes = self.bytes.of(part, draft_rows, batch, prefix, distinct_experts);
                 let floor_us = bytes as f64 / self.read_gbps / 1e3;
-                let distinct_experts = if matches!(part, Part::Experts | Part::Total) { distinct } else { 0.0 };
                 Row { draft_rows, batch, prefix, part, us, bytes, floor_us, distinct_experts }
             })
             .collect())
@@ -328,6 +342,14 @@ impl Bench {
     }
 }
 
+/// The mean of (layer, experts chosen) over the layers, and the layer that comes nearest to it with its own number; of none, zeros.
+fn mean_and_nearest(chosen: &[(usize, f64)]) -> (f64, (usize, f64)) {
+    let mean = chosen.iter().map(|(_, count)| count).sum::<f64>() / chosen.len().max(1) as f64;
+    let off = |count: f64| (count - mean).abs();
+    let nearest = chosen.iter().min_by(|a, b| off(a.1).total_cmp(&off(b.1)));
+    (mean, nearest.copied().unwrap_or_default())
+}
+
 fn load(
     gpu: Gpu,
     config: &TargetConfig,
@@ -350,5 +372,16 @@ fn load(
 impl From<crate::model::problem::Problems> for DeviceError {
     fn from(problems: crate::model::problem::Problems) -> Self {
         Self(problems.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::mean_and_nearest;
+
+    #[test]
+    fn the_layer_nearest_to_the_mean_stands_for_all() {
+        assert_eq!(mean_and_nearest(&[(1, 57.0), (2, 62.0), (3, 59.0), (4, 56.0)]), (58.5, (3, 59.0)));
+        assert_eq!(mean_and_nearest(&[]), (0.0, (0, 0.0)));
     }
 }
