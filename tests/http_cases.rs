@@ -5,7 +5,7 @@
 mod binary;
 #[path = "http_cases/case.rs"]
 mod case;
-#[path = "http_cases/checks.rs"]
+#[path = "http_cases/checks/mod.rs"]
 mod checks;
 #[path = "http_support/mod.rs"]
 mod http_support;

@@ -64,6 +64,8 @@ pub struct Answer {
     pub body: Vec<u8>,
     pub head_after: Duration,
     pub arrivals: Vec<Duration>,
+    /// The arrivals that brought an event and not only a comment that keeps the connection alive.
+    pub event_arrivals: Vec<Duration>,
     pub total: Duration,
 }
 
@@ -154,9 +156,14 @@ impl Reader {
                 if self.buffer.len() < end + 2 + size + 2 {
                     break;
                 }
-                self.answer.body.extend_from_slice(&self.buffer[end + 2..end + 2 + size]);
+                let chunk = &self.buffer[end + 2..end + 2 + size];
+                self.answer.body.extend_from_slice(chunk);
+                let now = self.sent.elapsed();
+                self.answer.arrivals.push(now);
+                if find(chunk, b"data: ").is_some() {
+                    self.answer.event_arrivals.push(now);
+                }
                 self.buffer.drain(..end + 2 + size + 2);
-                self.answer.arrivals.push(self.sent.elapsed());
                 if size == 0 {
                     return Ok(());
                 }
@@ -175,6 +182,16 @@ impl Reader {
 
 fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
     bytes.windows(wanted.len()).position(|window| window == wanted)
+}
+
+/// The longest time between two moments, the one before the first included.
+fn longest_gap<'a>(moments: impl IntoIterator<Item = &'a Duration>) -> Duration {
+    let (mut last, mut longest) = (Duration::ZERO, Duration::ZERO);
+    for moment in moments {
+        longest = longest.max(moment.saturating_sub(last));
+        last = *moment;
+    }
+    longest
 }
 
 impl Answer {
@@ -208,13 +225,12 @@ impl Answer {
 
     /// The longest time without a byte, the one before the first byte included.
     pub fn longest_silence(&self) -> Duration {
-        let mut last = Duration::ZERO;
-        let mut longest = Duration::ZERO;
-        for arrival in std::iter::once(&self.head_after).chain(&self.arrivals) {
-            longest = longest.max(arrival.saturating_sub(last));
-            last = *arrival;
-        }
-        longest
+        longest_gap(std::iter::once(&self.head_after).chain(&self.arrivals))
+    }
+
+    /// The longest time without an event; comments that keep the connection alive are none.
+    pub fn longest_wait_for_an_event(&self) -> Duration {
+        longest_gap(&self.event_arrivals)
     }
 
     /// The choices' texts: content of a chat, text of a completion; joined over a stream.
