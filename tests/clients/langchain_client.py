@@ -7,25 +7,15 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
+from checks import checks, finish
+
 URL = sys.argv[1]
-passed = failed = 0
+check = checks("langchain")
 
 
 def chat(**more):
     return ChatOpenAI(base_url=URL + "/v1", api_key="none", model="k26-mini", temperature=0, max_tokens=200, max_retries=0,
                       extra_body={"chat_template_kwargs": {"thinking": False}}, **more)
-
-
-def check(name):
-    def run(test):
-        global passed, failed
-        try:
-            test()
-            passed += 1
-        except Exception as error:  # every failure is counted and shown
-            failed += 1
-            print(f"langchain: {name}: {type(error).__name__}: {error}", file=sys.stderr)
-    return run
 
 
 @tool
@@ -72,5 +62,4 @@ def _():
     assert [answer.content for answer in answers] == ["The capital of France is Paris."] * 4
 
 
-print(f"{passed} passed, {failed} failed")
-sys.exit(failed > 0)
+finish()

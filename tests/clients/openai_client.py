@@ -7,6 +7,8 @@ import urllib.request
 
 import openai
 
+from checks import checks, finish
+
 URL = sys.argv[1]
 client = openai.OpenAI(base_url=URL + "/v1", api_key="none", max_retries=0)
 MODEL = client.models.list().data[0].id
@@ -15,19 +17,7 @@ ANSWER = "The capital of France is Paris."
 NO_THINKING = {"chat_template_kwargs": {"thinking": False}}
 WEATHER = [{"type": "function", "function": {"name": "get_weather", "description": "Current weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"], "additionalProperties": False}}}]
-passed = failed = 0
-
-
-def check(name):
-    def run(test):
-        global passed, failed
-        try:
-            test()
-            passed += 1
-        except Exception as error:  # every failure is counted and shown
-            failed += 1
-            print(f"openai: {name}: {type(error).__name__}: {error}", file=sys.stderr)
-    return run
+check = checks("openai")
 
 
 @check("models")
@@ -145,5 +135,4 @@ def _():
         time.sleep(0.02)
 
 
-print(f"{passed} passed, {failed} failed")
-sys.exit(failed > 0)
+finish()

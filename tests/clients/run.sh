@@ -15,6 +15,8 @@ if ! cmp -s tests/clients/requirements.txt "$cache/installed.txt"; then
     cp tests/clients/requirements.txt "$cache/installed.txt"
 fi
 python=$cache/venv/bin/python
+# No byte code among the sources.
+export PYTHONDONTWRITEBYTECODE=1
 
 # The load client is one Rust binary inside vLLM's wheel; nothing of the wheel's Python is installed.
 if [ ! -x "$cache/vllm-rs-$vllm" ]; then
