@@ -45,10 +45,10 @@ rustPlatform.buildRustPackage ({
   buildInputs = lib.optionals cuda ([ cudaSet.cuda_cudart cudaSet.cuda_cccl ]
     ++ lib.optional (cudaSet ? cuda_crt) cudaSet.cuda_crt);
 
-  # libcuda comes with the driver, in /run/opengl-driver/lib (autoAddDriverRunpath). The two libraries of the toolkit are opened
-  # by name at run time, which follows this binary's own run path.
+  # libcuda comes with the driver, in /run/opengl-driver/lib (autoAddDriverRunpath). NCCL, for more than one GPU, is opened by name at
+  # run time, which follows this binary's own run path.
   postFixup = lib.optionalString (cuda && goal == "build") ''
-    patchelf --add-rpath ${lib.makeLibraryPath [ cudaSet.libcublas cudaSet.nccl ]} $out/bin/kdtree
+    patchelf --add-rpath ${lib.makeLibraryPath [ cudaSet.nccl ]} $out/bin/kdtree
   '';
 
   meta = {

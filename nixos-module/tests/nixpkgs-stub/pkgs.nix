@@ -100,7 +100,6 @@ let
     '');
     cuda_cudart = unfree "cuda_cudart" (host "cuda_cudart" [ "true" ]);
     cuda_cccl = unfree "cuda_cccl" (host "cuda_cccl" [ "true" ]);
-    libcublas = unfree "libcublas" (host "libcublas" [ "true" ]);
     nccl = host "nccl" [ "true" ];
   };
 
