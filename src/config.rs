@@ -89,6 +89,33 @@ pub struct Overrides {
     pub max_running: Option<usize>,
 }
 
+/// The same for the server, where a command has one.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ServerOverrides {
+    /// Address to listen on
+    #[arg(long, env = "KDTREE_HOST")]
+    pub host: Option<String>,
+    /// TCP port; 0 = any free one, named in the log
+    #[arg(long, env = "KDTREE_PORT")]
+    pub port: Option<u16>,
+    /// File of API keys, one a line
+    #[arg(long, env = "KDTREE_API_KEY_FILE", value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+}
+
+impl ServerOverrides {
+    /// `config` with what was given above it.
+    #[must_use]
+    pub fn over(&self, mut config: Config) -> Config {
+        set(&mut config.server.host, &self.host);
+        set(&mut config.server.port, &self.port);
+        if self.api_key_file.is_some() {
+            config.server.api_key_file.clone_from(&self.api_key_file);
+        }
+        config
+    }
+}
+
 impl Overrides {
     /// File, environment and flags together, checked.
     pub fn load(&self) -> anyhow::Result<Config> {
@@ -199,6 +226,9 @@ mod tests {
         let flags = Overrides { config: Some(file.clone()), budget: Some(Budget::Tree(8)), ..Overrides::default() };
         let config = flags.load().unwrap();
         assert_eq!((config.engine.verify, config.engine.budget), (Verify::Off, Budget::Tree(8)));
+        let server = ServerOverrides { port: Some(9000), ..ServerOverrides::default() };
+        let shown = server.over(config).commented().unwrap();
+        assert!(shown.contains("\nport = 9000\n") && shown.contains("\nhost = \"127.0.0.1\"\n"), "{shown}");
         for (text, named) in [
             ("[engine]\nverfy = \"off\"\n", "verfy"),
             ("[engine]\nbudget = \"tree:65\"\n", "tree:65"),

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 
+use super::output::{print, write};
 use crate::bench::kernel::{self, Grid};
 use crate::bench::kernel_inputs::Slots;
 use crate::bench::kernel_report;
@@ -102,14 +103,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         gpu.try_fatbins(folder);
     }
     let report = kernel::run(&gpu, &grid, |row| eprintln!("{}", kernel_report::line(row).join(" ")))?;
-    print!("{}", kernel_report::table(&report));
+    print(kernel_report::table(&report))?;
     if let Some(path) = &args.json {
         let text = serde_json::to_string(&report)?.replace("{\"kernel\"", "\n{\"kernel\"") + "\n";
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+        write(path, text)?;
     }
     if let Some(path) = &args.svg {
         let svg = kernel_report::roofline(&report).map_err(anyhow::Error::msg)?;
-        std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))?;
+        write(path, svg)?;
     }
     Ok(ExitCode::SUCCESS)
 }

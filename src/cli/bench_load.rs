@@ -8,6 +8,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use comfy_table::{Cell, Table};
 
+use super::output::{print, write};
 use crate::bench::load::{self, Report, Step};
 use crate::device::cpu::CpuDevice;
 use crate::device::cuda::{CudaDevice, Gpu, Numerics};
@@ -86,10 +87,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         steps,
     };
     on_device(args, &checkpoint, &config, &mut report)?;
-    print!("{}", table(&report));
+    print(table(&report))?;
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&report)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+        write(path, text)?;
     }
     Ok(ExitCode::SUCCESS)
 }

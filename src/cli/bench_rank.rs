@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use comfy_table::{Cell, Table};
 
+use super::output::{print, write};
 use crate::bench::rank::{Bench, Grid, Report, Row, Setup, plot};
 use crate::device::cuda::{Gpu, Numerics};
 
@@ -94,10 +95,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(failure) = failure {
         return Err(failure);
     }
-    print!("{}", table(&report));
+    print(table(&report))?;
     if let (Some(path), Some(&prefix)) = (&args.svg, args.prefix.iter().min()) {
         let svg = plot::bars(&report, prefix).map_err(anyhow::Error::msg)?;
-        std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))?;
+        write(path, svg)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -105,7 +106,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn write_json(args: &Args, report: &Report) -> anyhow::Result<()> {
     let Some(path) = &args.json else { return Ok(()) };
     let text = serde_json::to_string(report)?.replace("{\"draft_rows\"", "\n{\"draft_rows\"") + "\n";
-    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    write(path, text)
 }
 
 fn table(report: &Report) -> String {

@@ -3,19 +3,16 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
-use anyhow::Context;
 use comfy_table::Table;
 
+use super::engine::{Quiet, on_engine};
 use super::logging::start_logging;
+use super::output::{print, write};
 use crate::bench::batches::{self, Batch, Interleaved, Recorder};
 use crate::bench::round::{self, Report};
 use crate::config::{LogConfig, Overrides};
-use crate::engine::contract::Observer;
-use crate::engine::driver::Driver;
 use crate::engine::start::Prepared;
-use crate::model::progress;
 use crate::speculate::budget::Budget;
 
 /// Measures rounds: tokens per second and per round by prompt class and budget, decode and prefill beside their floor.
@@ -40,9 +37,6 @@ pub struct Args {
     pub json: Option<PathBuf>,
 }
 
-struct Quiet;
-impl Observer for Quiet {}
-
 /// What `--batch` measures.
 #[derive(Debug, serde::Serialize)]
 struct BatchReport {
@@ -61,7 +55,7 @@ fn run_batches(args: &Args) -> anyhow::Result<ExitCode> {
     batches::check(&prepared.info, &args.batch, args.beside.map(|prompt| (STREAMS, prompt)))?;
     let (recorder, wanted) = (Arc::new(Recorder::default()), args.clone());
     let inside = recorder.clone();
-    let report = measured(prepared, recorder, move |driver| {
+    let report = on_engine(prepared, recorder, move |driver| {
         let batches = batches::run(driver, &inside, &wanted.budgets, &wanted.batch)?;
         let interleaved = wanted.beside.map(|prompt| batches::interleaved(driver, &inside, STREAMS, prompt)).transpose()?;
         Ok(BatchReport { device: driver.device().name, batches, interleaved })
@@ -79,12 +73,12 @@ fn run_batches(args: &Args) -> anyhow::Result<ExitCode> {
             format!("{per_second:.0}"),
         ]);
     }
-    println!("{}\n{table}", report.device);
+    print(format_args!("{}\n{table}\n", report.device))?;
     if let Some(i) = &report.interleaved {
-        println!(
-            "{} streams, between rounds: p50 {:.0} us, p99 {:.0} us alone; p50 {:.0} us, p99 {:.0} us beside a prompt of {} tokens",
+        print(format_args!(
+            "{} streams, between rounds: p50 {:.0} us, p99 {:.0} us alone; p50 {:.0} us, p99 {:.0} us beside a prompt of {} tokens\n",
             i.streams, i.alone_p50_us, i.alone_p99_us, i.beside_p50_us, i.beside_p99_us, i.prompt
-        );
+        ))?;
     }
     write_json(args, &report)?;
     Ok(ExitCode::SUCCESS)
@@ -92,63 +86,29 @@ fn run_batches(args: &Args) -> anyhow::Result<ExitCode> {
 
 fn write_json(args: &Args, report: &impl serde::Serialize) -> anyhow::Result<()> {
     let Some(path) = &args.json else { return Ok(()) };
-    std::fs::write(path, serde_json::to_vec_pretty(report)?).with_context(|| format!("writing {}", path.display()))
+    write(path, serde_json::to_vec_pretty(report)?)
 }
 
-/// Runs `work` on the engine's own thread, loaded and warm, instead of serving.
-fn measured<T: Send + 'static>(
-    prepared: Prepared,
-    observer: Arc<dyn Observer>,
-    work: impl FnOnce(&mut dyn Driver) -> anyhow::Result<T> + Send + 'static,
-) -> anyhow::Result<T> {
-    let (send, receive) = channel();
-    let measure = Box::new(move |driver: &mut dyn Driver| {
-        let _ = send.send(work(driver));
-        Err("measured".to_string())
-    });
-    let (_handle, thread) = prepared.start(observer, progress::for_this_process(), measure);
-    match receive.recv() {
-        Ok(report) => report,
-        Err(_) => match thread.join() {
-            Ok(Err(error)) => anyhow::bail!("{error}"),
-            _ => anyhow::bail!("the engine ended before it was measured"),
-        },
-    }
-}
-
+/// Measures classes of prompts, or batches where `--batch` asks for them; tables go to stdout.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if !args.batch.is_empty() {
         return run_batches(args);
     }
+    anyhow::ensure!(args.repeat > 0, "--repeat: found 0, wanted at least 1");
     let config = args.overrides.load()?;
     start_logging(&LogConfig { filter: "warn".into(), ..config.log.clone() })?;
     let prepared = Prepared::read(config.engine)?;
     let target = prepared.config.clone();
-    let (budgets, repeat) = (args.budgets.clone(), args.repeat.max(1));
-    let report = measured(prepared, Arc::new(Quiet), move |driver| round::run(driver, &target, &budgets, repeat))?;
-    print(&report);
+    let (budgets, repeat) = (args.budgets.clone(), args.repeat);
+    let report = on_engine(prepared, Arc::new(Quiet), move |driver| round::run(driver, &target, &budgets, repeat))?;
+    print(rendered(&report))?;
     write_json(args, &report)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn print(report: &Report) {
+/// The report as people read it.
+fn rendered(report: &Report) -> String {
     let floor = &report.floor;
-    println!("{} on {} threads, verify {}", report.model, report.threads, report.verify);
-    println!(
-        "plain decode {:.0} us a token; floor {:.0} us ({:.1} MB of weights streamed once): {:.2} x",
-        floor.decode_us,
-        floor.stream_us,
-        floor.weight_bytes as f64 / 1e6,
-        floor.decode_over_floor
-    );
-    println!(
-        "prefill of {} tokens {:.0} us a token: {:.1} x faster than decoding; with the drafter's context {:.0} us: {:.1} x",
-        floor.prefill_tokens,
-        floor.prefill_us_per_token,
-        floor.prefill_gain,
-        floor.drafting_prefill_us_per_token,
-        floor.drafting_prefill_gain
-    );
     let mut table = Table::new();
     table.set_header(["class", "budget", "tokens/round", "tokens/s", "spread", "of best"]);
     for cell in &report.cells {
@@ -161,6 +121,23 @@ fn print(report: &Report) {
             cell.of_best.map_or("-".into(), |share| format!("{share:.3}")),
         ]);
     }
-    println!("{table}");
-    println!("of best: tokens/s against the fastest fixed budget of the class; spread: half the distance between the quartiles of times");
+    format!(
+        "{} on {} threads, verify {}\n\
+         plain decode {:.0} us a token; floor {:.0} us ({:.1} MB of weights streamed once): {:.2} x\n\
+         prefill of {} tokens {:.0} us a token: {:.1} x faster than decoding; with the drafter's context {:.0} us: {:.1} x\n\
+         {table}\n\
+         of best: tokens/s against the fastest fixed budget of the class; spread: half the distance between the quartiles of times\n",
+        report.model,
+        report.threads,
+        report.verify,
+        floor.decode_us,
+        floor.stream_us,
+        floor.weight_bytes as f64 / 1e6,
+        floor.decode_over_floor,
+        floor.prefill_tokens,
+        floor.prefill_us_per_token,
+        floor.prefill_gain,
+        floor.drafting_prefill_us_per_token,
+        floor.drafting_prefill_gain
+    )
 }

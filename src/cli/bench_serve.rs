@@ -8,6 +8,7 @@ use clap::Args as ClapArgs;
 use comfy_table::Table;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::output::{print, write};
 use crate::bench::serve::{self, Load, Options, Percentiles, Report};
 
 /// Loads an OpenAI server with streamed chats and measures first token, time between tokens and whole requests.
@@ -101,13 +102,13 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         shown.set_position(ended as u64);
     }))?;
     bar.finish_and_clear();
-    println!("{}", table(&report));
+    print(format_args!("{}\n", table(&report)))?;
     if let Some(file) = &args.json {
         let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(file, text + "\n").with_context(|| format!("writing {}", file.display()))?;
+        write(file, text + "\n")?;
     }
     if let Some(file) = &args.svg {
-        std::fs::write(file, report.svg()?).with_context(|| format!("writing {}", file.display()))?;
+        write(file, report.svg()?)?;
     }
     let errors = report.errors();
     if errors > 0 {

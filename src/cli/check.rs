@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
+use super::output::print;
 use crate::model::report::{Card, Report};
 use crate::model::source::ModelSource;
 
@@ -47,7 +48,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let (model, drafter) = sources(args.model, args.drafter);
     let report = Report::new(&model, drafter.as_ref(), args.tp, card);
     let text = if args.json { format!("{}\n", serde_json::to_string_pretty(&report)?) } else { render(&report) };
-    std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes())?;
+    print(text)?;
     Ok(if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

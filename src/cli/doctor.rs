@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use super::output::print;
 use crate::device::cuda::error::CudaError;
 use crate::device::cuda::{gpu, image};
 
@@ -12,7 +13,7 @@ pub struct Args {}
 /// Prints the findings. Exit code 0 with a usable card, 1 without one.
 pub fn run(_: Args) -> anyhow::Result<ExitCode> {
     let (text, usable) = report(gpu::driver_version(), gpu::cards());
-    print!("{text}");
+    print(text)?;
     Ok(if usable { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

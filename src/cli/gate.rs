@@ -1,24 +1,20 @@
 //! `kdtree gate`: the rollout gate alone, on the model and with the options that `serve` would use. Exit status 0 = passed.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
-use anyhow::{Context, anyhow};
-
+use super::engine::{Quiet, on_engine};
 use super::logging::start_logging;
+use super::output::{print, write};
 use crate::config::{Config, LogConfig, Overrides};
-use crate::engine::contract::Observer;
-use crate::engine::driver::Driver;
-use crate::engine::start::{Prepared, StartError};
+use crate::engine::start::Prepared;
 use crate::gate::certificate::{Certificate, Verdict};
 use crate::gate::prompts::{PromptSet, Renderer};
 use crate::gate::{Checked, Gate, GateConfig};
 use crate::model::chat::ChatTemplate;
-use crate::model::progress::{self, Progress};
 
+/// Compares the custom verify kernel with the baseline, token for token, and writes a certificate. Ends with status 1 when they differ.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -40,9 +36,6 @@ pub struct Args {
     pub force: bool,
 }
 
-struct Quiet;
-impl Observer for Quiet {}
-
 impl Args {
     fn config(&self) -> anyhow::Result<Config> {
         let mut config = self.overrides.load()?;
@@ -55,13 +48,14 @@ impl Args {
     }
 }
 
+/// Runs the gate, prints its report and keeps its certificate; status 1 after a failed comparison.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.config()?;
     start_logging(&LogConfig { filter: "warn".into(), ..config.log.clone() })?;
     let prepared = Prepared::read(config.engine.clone())?;
     let chat = chat_template(&config, &prepared)?;
     let gate = gate(&config, &prepared, &chat, args.force)?;
-    let checked = on_engine(prepared, move |driver| gate.check(driver))?;
+    let checked = on_engine(prepared, Arc::new(Quiet), move |driver| gate.check(driver))?;
     report(&checked, args.json.as_deref())?;
     Ok(match checked.certificate.verdict {
         Verdict::Passed => ExitCode::SUCCESS,
@@ -86,43 +80,18 @@ pub fn gate(config: &Config, prepared: &Prepared, chat: &ChatTemplate, force: bo
     Ok(Gate::new(&config.gate, set, &config.engine, force))
 }
 
-/// Loads and warms an engine, does `work` on its thread, and lets it go.
-fn on_engine<T: Send + 'static>(
-    prepared: Prepared,
-    work: impl FnOnce(&mut dyn Driver) -> anyhow::Result<T> + Send + 'static,
-) -> anyhow::Result<T> {
-    let (send, receive) = channel();
-    let before_ready = Box::new(move |driver: &mut dyn Driver| {
-        // The receiver lives until the thread has ended.
-        let _ = send.send(work(driver));
-        Err("nothing is served here".to_string())
-    });
-    let progress: Box<dyn Progress> =
-        if std::io::stderr().is_terminal() { progress::for_this_process() } else { Box::new(progress::Silent) };
-    let (_engine, thread) = prepared.start(Arc::new(Quiet), progress, before_ready);
-    let ended: Result<(), StartError> = thread.join().map_err(|_| anyhow!("the engine thread panicked"))?;
-    match receive.try_recv() {
-        Ok(result) => result,
-        Err(_) => Err(ended.err().map_or_else(|| anyhow!("the engine ended without a result"), Into::into)),
-    }
-}
-
 fn report(checked: &Checked, json: Option<&Path>) -> anyhow::Result<()> {
     let Checked { certificate, remembered, file } = checked;
     if json != Some(Path::new("-")) {
-        print!("{}", certificate.report.render());
+        print(certificate.report.render())?;
         let place = file.as_ref().map_or("not kept".to_string(), |file| file.display().to_string());
         let when = if *remembered { " (of an earlier run: exactly this combination has passed; --force runs again)" } else { "" };
-        println!("certificate: {place}{when}");
+        print(format_args!("certificate: {place}{when}\n"))?;
     }
     json.map_or(Ok(()), |file| write_json(file, certificate))
 }
 
 fn write_json(file: &Path, certificate: &Certificate) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(certificate)? + "\n";
-    if file == Path::new("-") {
-        print!("{text}");
-        return Ok(());
-    }
-    std::fs::write(file, text).with_context(|| format!("writing {}", file.display()))
+    if file == Path::new("-") { print(text) } else { write(file, text) }
 }

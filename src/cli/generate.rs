@@ -1,20 +1,22 @@
 //! `kdtree generate`: text on the terminal, as it comes.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use serde_json::json;
 
+use super::engine::Quiet;
 use super::logging::start_logging;
 use crate::config::{LogConfig, Overrides};
-use crate::engine::contract::{Event, FinishReason, Observer, Request, Sampling, Stop};
+use crate::engine::contract::{Event, FinishReason, Request, Sampling, Stop};
 use crate::engine::handle::Health;
 use crate::engine::start::Prepared;
 use crate::model::chat::{ChatOptions, ChatTemplate, Conversation};
 use crate::model::progress;
 
+/// Generates text on this terminal, as it comes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -45,18 +47,14 @@ pub struct Args {
     pub stats: bool,
 }
 
-struct Quiet;
-impl Observer for Quiet {}
-
+/// Streams the text to stdout; status 1 when the request was aborted.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.overrides.load()?;
     start_logging(&LogConfig { filter: "warn".into(), ..config.log.clone() })?;
     let prepared = Prepared::read(config.engine.clone())?;
     let prompt = prompt_ids(args, &prepared, &config.engine.target())?;
     let room = prepared.info.max_model_len.saturating_sub(prompt.len()) as u32;
-    let progress: Box<dyn progress::Progress> =
-        if std::io::stderr().is_terminal() { progress::for_this_process() } else { Box::new(progress::Silent) };
-    let (engine, thread) = prepared.start(Arc::new(Quiet), progress, Box::new(|_| Ok(())));
+    let (engine, thread) = prepared.start(Arc::new(Quiet), progress::for_this_process(), Box::new(|_| Ok(())));
     loop {
         match engine.health() {
             Health::Ready => break,

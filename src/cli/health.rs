@@ -9,6 +9,7 @@ use anyhow::{Context, bail, ensure};
 use hyper::Method;
 use serde_json::{Value, json};
 
+use super::output::say;
 use crate::bench::serve::Client;
 
 /// The server answers, but not this probe: a restart would not help.
@@ -59,6 +60,7 @@ enum Finding {
     Unhealthy(String),
 }
 
+/// Asks until one attempt settles the question; the status is the answer.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let seconds = |name: &str, value: f64| {
         ensure!(value > 0.0 && value < 1e7, "--{name} {value}: wanted seconds above 0");
@@ -88,11 +90,11 @@ async fn judge(client: &Client, args: &Args, pause: Duration) -> ExitCode {
     for attempt in 1..=args.attempts {
         match probe(client, args).await {
             Finding::Healthy(what) => {
-                println!("{}: healthy: {what}", args.url);
+                say(&format!("{}: healthy: {what}", args.url));
                 return ExitCode::SUCCESS;
             }
             Finding::Busy(what) => {
-                println!("{}: busy, counted as healthy: {what}", args.url);
+                say(&format!("{}: busy, counted as healthy: {what}", args.url));
                 return ExitCode::SUCCESS;
             }
             Finding::Refused(why) => {

@@ -8,10 +8,12 @@ pub mod bench_serve;
 pub mod check;
 pub mod config;
 pub mod doctor;
+mod engine;
 pub mod gate;
 pub mod generate;
 pub mod health;
 pub mod logging;
+pub mod output;
 pub mod serve;
 pub mod wait;
 
@@ -27,6 +29,7 @@ pub struct Cli {
     pub command: Command,
 }
 
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve the OpenAI API (without arguments: the embedded model on 127.0.0.1:8000)
@@ -50,6 +53,7 @@ pub enum Command {
     Bench(Bench),
 }
 
+/// What can be measured.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
     /// Tokens per second and per round, by prompt class and budget

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::gate::{chat_template, gate};
 use super::logging::start_logging;
-use crate::config::{Config, Overrides};
+use crate::config::{Overrides, ServerOverrides};
 use crate::engine::contract::{Failure, Finished, Observer, RoundReport};
 use crate::engine::driver::Driver;
 use crate::engine::start::{BeforeReady, Prepared};
@@ -25,43 +25,26 @@ use crate::server::{self, Bound, Ended, Parts, ServerMetrics, systemd};
 /// The gate failed and blocks: `EX_CONFIG`, which a unit lists in `RestartPreventExitStatus`.
 const EXIT_BLOCKED: u8 = 78;
 
+/// Serves the OpenAI API. Without arguments: the embedded model on 127.0.0.1:8000. Everything else is set in the configuration file
+/// (`kdtree config` prints every key).
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
     pub overrides: Overrides,
-    /// Address to listen on
-    #[arg(long, env = "KDTREE_HOST")]
-    pub host: Option<String>,
-    /// TCP port; 0 = any free one, named in the log
-    #[arg(long, env = "KDTREE_PORT")]
-    pub port: Option<u16>,
-    /// File of API keys, one a line
-    #[arg(long, env = "KDTREE_API_KEY_FILE", value_name = "FILE")]
-    pub api_key_file: Option<std::path::PathBuf>,
+    #[command(flatten)]
+    pub server: ServerOverrides,
 }
 
-impl Args {
-    fn config(&self) -> anyhow::Result<Config> {
-        let mut config = self.overrides.load()?;
-        if let Some(host) = &self.host {
-            config.server.host.clone_from(host);
-        }
-        config.server.port = self.port.unwrap_or(config.server.port);
-        if self.api_key_file.is_some() {
-            config.server.api_key_file.clone_from(&self.api_key_file);
-        }
-        Ok(config)
-    }
-}
-
+/// Serves until SIGTERM, or until the engine or the gate ends it; see the head of this file for the status.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let config = args.config()?;
+    let config = args.server.over(args.overrides.load()?);
     start_logging(&config.log)?;
+    // A port that is taken shows before anything of the model is read.
+    let bound = Bound::bind(&config.server)?;
+    let place = bound.address.to_string();
     let prepared = Prepared::read(config.engine.clone())?;
     let chat = chat_template(&config, &prepared)?;
     let gate = config.gate.enable.then(|| gate(&config, &prepared, &chat, false)).transpose()?;
-    let bound = Bound::bind(&config.server)?;
-    let place = bound.address.to_string();
     let metrics = Arc::new(ServerMetrics::new(&prepared.info.name));
     let start = Start::new(metrics.clone());
     let observer = Arc::new(Served { metrics: metrics.clone(), open: start.open.clone() });

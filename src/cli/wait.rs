@@ -7,6 +7,7 @@ use clap::Args as ClapArgs;
 use hyper::Method;
 use serde_json::{Value, json};
 
+use super::output::say;
 use crate::bench::serve::Client;
 
 /// Waits until a server generates three tokens, or the deadline passes.
@@ -55,7 +56,7 @@ async fn wait(client: &Client, args: &Args, timeout: Duration, interval: Duratio
         let why = match tokio::time::timeout(left, probe(client)).await {
             Ok(Ok(text)) => {
                 if !args.quiet {
-                    println!("{} answers after {:.1} s: {text:?}", args.url, begun.elapsed().as_secs_f64());
+                    say(&format!("{} answers after {:.1} s: {text:?}", args.url, begun.elapsed().as_secs_f64()));
                 }
                 return Ok(());
             }
