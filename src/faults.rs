@@ -24,6 +24,7 @@ pub enum Fault {
 }
 
 impl Fault {
+    /// Every fault.
     pub const ALL: [Self; 8] = [
         Self::NanLogits,
         Self::SamplerError,
@@ -35,6 +36,7 @@ impl Fault {
         Self::OtherExpert,
     ];
 
+    /// Its name in `KDTREE_FAULT`.
     pub fn name(self) -> &'static str {
         match self {
             Self::NanLogits => "nan-logits",

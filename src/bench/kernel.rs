@@ -70,9 +70,11 @@ pub struct Row {
 }
 
 impl Row {
+    /// Bytes over time, in GB/s.
     pub fn gbps(&self) -> f64 {
         self.bytes as f64 / self.us / 1e3
     }
+    /// Arithmetic over time, in TFLOP/s.
     pub fn tflops(&self) -> f64 {
         self.flops as f64 / self.us / 1e6
     }

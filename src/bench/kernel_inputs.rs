@@ -46,6 +46,7 @@ pub enum Mask {
 }
 
 impl Mask {
+    /// Every form, in the order in which tests take turns with them.
     pub const ALL: [Self; 5] = [Self::Chain, Self::Star, Self::Tree, Self::SelfOnly, Self::Full];
 
     /// One word a row: bit j = row j is visible.
@@ -121,6 +122,7 @@ impl Cache {
         Ok(Self { kv, rows, slots: order, blocks, fill_slots, fill_normal })
     }
 
+    /// Slots in all.
     pub fn capacity(&self) -> usize {
         self.slots.len()
     }

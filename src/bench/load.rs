@@ -35,6 +35,7 @@ pub struct Step {
 }
 
 impl Step {
+    /// Bytes of files over time, in GB/s.
     pub fn gbps(&self) -> f64 {
         self.bytes as f64 / self.seconds / 1e9
     }

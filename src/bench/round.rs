@@ -121,6 +121,7 @@ pub struct Floor {
     pub drafting_prefill_gain: f64,
 }
 
+/// What `kdtree bench round --json` writes.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub model: String,

@@ -70,6 +70,7 @@ pub struct Report {
 }
 
 impl Report {
+    /// Requests that failed, over all levels.
     pub fn errors(&self) -> usize {
         self.levels.iter().map(|level| level.errors).sum()
     }

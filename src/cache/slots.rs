@@ -23,6 +23,7 @@ impl Lease {
         self.blocks.iter().flat_map(|block| (0..BLOCK as u32).map(move |i| block * BLOCK as u32 + i)).collect()
     }
 
+    /// Tokens that fit the lease.
     pub fn tokens(&self) -> usize {
         self.blocks.len() * BLOCK
     }
@@ -45,6 +46,7 @@ impl Slots {
         Some(Lease { blocks: blocks.into_iter().rev().collect() })
     }
 
+    /// Takes blocks back; the next lease gets them first.
     pub fn give_back(&mut self, lease: Lease) {
         self.free.extend(lease.blocks.into_iter().rev());
         debug_assert!(self.free.len() <= self.total);
@@ -55,6 +57,7 @@ impl Slots {
         self.total * BLOCK
     }
 
+    /// Slots that are leased.
     pub fn used(&self) -> usize {
         (self.total - self.free.len()) * BLOCK
     }

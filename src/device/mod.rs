@@ -21,6 +21,7 @@ use identity::DeviceIdentity;
 #[error("{0}")]
 pub struct DeviceError(pub String);
 
+/// What device operations return.
 pub type Result<T> = std::result::Result<T, DeviceError>;
 
 /// Which verify attention runs: `off` = baseline, `validate` = both (returns the baseline), `on` = custom.
@@ -109,9 +110,11 @@ pub struct MlaShape {
 }
 
 impl MlaShape {
+    /// Values of a cached row: latent and rope columns.
     pub fn cache_width(&self) -> usize {
         self.latent + self.rope
     }
+    /// Values of a head's query before absorption.
     pub fn query_width(&self) -> usize {
         self.nope + self.rope
     }

@@ -18,6 +18,7 @@ const KEPT: usize = 32;
 
 const PREFIX: &str = "gate-";
 
+/// A verdict, what it rests on and what exactly it is about; as written to disk and shown at `/gate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Certificate {
     pub format: u32,
@@ -28,6 +29,7 @@ pub struct Certificate {
     pub report: Report,
 }
 
+/// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
@@ -36,6 +38,7 @@ pub enum Verdict {
 }
 
 impl Certificate {
+    /// The certificate of a run that has just ended.
     pub fn new(identity: Identity, report: Report) -> Self {
         let verdict = if report.passed { Verdict::Passed } else { Verdict::Failed };
         let written = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());

@@ -23,6 +23,7 @@ const BEAT: Duration = Duration::from_millis(50);
 /// Endings of the files that make a model what it is.
 const MODEL_FILES: [&str; 4] = [".json", ".safetensors", ".model", ".jinja"];
 
+/// The combination that a certificate is valid for: any field that differs makes the gate run again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// SHA-256 of the running program.
@@ -50,6 +51,7 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The sizes that decide which buffers and graphs an engine has.
     pub fn of(options: &EngineOptions, info: &ModelInfo) -> Self {
         Self {
             ranks: options.ranks,

@@ -94,6 +94,7 @@ pub struct Checked {
 }
 
 impl Gate {
+    /// A gate of this configuration; certificates are kept where it says, else in the state directory.
     pub fn new(config: &GateConfig, set: PromptSet, options: &EngineOptions, force: bool) -> Self {
         Self { set, options: options.clone(), directory: store::directory(config.certificates.as_deref()), force }
     }

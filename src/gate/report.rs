@@ -89,6 +89,7 @@ pub struct LayerResult {
 }
 
 impl LayerResult {
+    /// A layer's row of the report; values that are not finite become the worst that JSON can hold.
     pub fn new(layer: usize, diff: &LayerDiff) -> Self {
         let LayerDiff { max_abs, max_ulp, cosine, argmax_equal, rows } = *diff;
         let max_abs = if max_abs.is_finite() { max_abs } else { f32::MAX };

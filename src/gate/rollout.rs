@@ -13,6 +13,7 @@ pub struct Standing {
     pub gate: Outcome,
 }
 
+/// What became of the gate.
 #[derive(Clone, Debug)]
 pub enum Outcome {
     /// Passed now, or before by exactly this combination.
@@ -36,6 +37,7 @@ pub enum Refusal {
 }
 
 impl Outcome {
+    /// The certificate, where the gate ran or was remembered.
     pub fn certificate(&self) -> Option<&Certificate> {
         match self {
             Self::Passed { certificate, .. } | Self::Failed { certificate, .. } => Some(certificate),
@@ -43,6 +45,7 @@ impl Outcome {
         }
     }
 
+    /// Whether the custom kernel has been proved.
     pub fn passed(&self) -> bool {
         matches!(self, Self::Passed { .. })
     }

@@ -136,6 +136,7 @@ impl ChatTemplate {
         Ok(Self { tokenizer, markers, jinja: None })
     }
 
+    /// Whether K2.6's own template renders, for lack of one in the checkpoint or by choice.
     pub fn is_builtin(&self) -> bool {
         self.jinja.is_none()
     }

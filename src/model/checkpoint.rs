@@ -14,7 +14,9 @@ use super::shard_file::{Entry, ShardFile};
 use super::source::ModelSource;
 use super::tensor::{Int4Matrix, Matrix, as_bf16};
 
+/// The file that says which shard holds which tensor.
 pub const INDEX: &str = "model.safetensors.index.json";
+/// The only file of a checkpoint without an index.
 pub const SINGLE: &str = "model.safetensors";
 
 /// An opened checkpoint: every tensor of its inventory is there, once, with the right type and shape.
@@ -60,6 +62,7 @@ impl Checkpoint {
         Self::open(source, Inventory::drafter(config))
     }
 
+    /// Opens what an inventory asks for; errors as for `open_target`.
     pub fn open(source: &ModelSource, inventory: Inventory) -> Result<Self, Problems> {
         let (checkpoint, problems) = Self::inspect(source, inventory);
         Problems::unless_empty(&source.to_string(), problems, checkpoint)
@@ -85,10 +88,12 @@ impl Checkpoint {
         (opening.checkpoint, opening.problems)
     }
 
+    /// Where the files come from.
     pub fn source(&self) -> &ModelSource {
         &self.source
     }
 
+    /// What was asked for.
     pub fn inventory(&self) -> &Inventory {
         &self.inventory
     }

@@ -222,14 +222,17 @@ impl TargetConfig {
         self.layers * self.slot_width() + draft.map_or(0, |draft| draft.slot_width() / ranks.min(draft.kv_heads))
     }
 
+    /// Width of the shared expert.
     pub fn shared_intermediate(&self) -> usize {
         self.shared_experts * self.moe_intermediate
     }
 
+    /// Whether the layer has experts; those before are dense.
     pub fn is_moe(&self, layer: usize) -> bool {
         layer >= self.dense_layers
     }
 
+    /// Layers with experts.
     pub fn moe_layers(&self) -> usize {
         self.layers - self.dense_layers
     }

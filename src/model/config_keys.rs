@@ -22,6 +22,7 @@ pub struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
+    /// The top level of a file; problems go to the list.
     pub fn new(file: &'a str, object: &'a Map<String, Value>, problems: &'a RefCell<Vec<Problem>>) -> Self {
         Self { file, path: String::new(), object, problems }
     }
@@ -31,6 +32,7 @@ impl<'a> Keys<'a> {
         self.object.get(key).filter(|value| !value.is_null())
     }
 
+    /// Notes that a key has the wrong value.
     pub fn report(&self, key: &str, found: impl std::fmt::Display, wanted: impl std::fmt::Display) {
         self.problems.borrow_mut().push(Problem::new(self.file, format!("{}{key}", self.path), found, wanted));
     }
@@ -57,6 +59,7 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A size with a default; unusable: a problem, and the default.
     pub fn size_or(&self, key: &str, default: usize) -> usize {
         self.get(key).map_or(default, |value| self.size_of(key, value).unwrap_or(default))
     }
@@ -82,6 +85,7 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A number above zero with a default; unusable: a problem, and the default.
     pub fn positive_or(&self, key: &str, default: f64) -> f64 {
         self.get(key).map_or(default, |value| self.positive_of(key, value).unwrap_or(default))
     }
@@ -106,6 +110,7 @@ impl<'a> Keys<'a> {
         number
     }
 
+    /// A switch, absent allowed; unusable: a problem.
     pub fn bool(&self, key: &str) -> Option<bool> {
         let value = self.get(key)?;
         if value.as_bool().is_none() {
@@ -137,6 +142,7 @@ impl<'a> Keys<'a> {
         })
     }
 
+    /// A string, absent allowed; unusable: a problem.
     pub fn text(&self, key: &str) -> Option<&'a str> {
         let value = self.get(key)?;
         if value.as_str().is_none() {
@@ -145,6 +151,7 @@ impl<'a> Keys<'a> {
         value.as_str()
     }
 
+    /// A list of strings; absent = none, unusable: a problem.
     pub fn strings(&self, key: &str) -> Vec<&'a str> {
         let Some(value) = self.get(key) else { return Vec::new() };
         let strings: Option<Vec<&str>> = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
@@ -186,6 +193,7 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// The keys that are there.
     pub fn names(&self) -> impl Iterator<Item = &'a str> {
         self.object.keys().map(String::as_str)
     }

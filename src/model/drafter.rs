@@ -34,6 +34,7 @@ struct Layer<D: Device> {
 }
 
 impl<D: Device> Drafter<D> {
+    /// Loads this rank's part of every weight and makes the buffers of a pass.
     pub fn load(device: &D, weights: &impl Weights<D>, config: &DraftConfig, rank: Rank, limits: &Limits) -> Result<Self> {
         let loader = Loader { weights, config, rank, device: PhantomData };
         let (hidden, rows, shape) = (config.hidden, limits.rows(), shape_of(config, rank));
@@ -53,14 +54,17 @@ impl<D: Device> Drafter<D> {
         })
     }
 
+    /// Sizes of this rank's attention.
     pub fn shape(&self) -> GqaShape {
         self.shape
     }
 
+    /// Layers, each with a context of its own.
     pub fn layer_count(&self) -> usize {
         self.layers.len()
     }
 
+    /// The id that stands for a token to be drafted.
     pub fn mask_token(&self) -> u32 {
         self.mask_token
     }

@@ -20,6 +20,7 @@ mod files {
         }};
     }
 
+    /// The target, `models/k26-mini`.
     pub static TARGET: Files = &[
         file!("k26-mini", "config.json"),
         file!("k26-mini", "generation_config.json"),
@@ -31,14 +32,17 @@ mod files {
         file!("k26-mini", "chat_template.jinja"),
     ];
 
+    /// Its drafter, `models/k26-mini-dflash`.
     pub static DRAFTER: Files = &[file!("k26-mini-dflash", "config.json"), file!("k26-mini-dflash", "model.safetensors")];
 }
 
 #[cfg(feature = "embedded-model")]
 pub use files::{DRAFTER, TARGET};
 
+/// No target in this binary.
 #[cfg(not(feature = "embedded-model"))]
 pub static TARGET: Files = &[];
+/// Nor a drafter.
 #[cfg(not(feature = "embedded-model"))]
 pub static DRAFTER: Files = &[];
 

@@ -34,6 +34,7 @@ pub enum Part {
 }
 
 impl Part {
+    /// As tables call it.
     pub fn label(self) -> &'static str {
         match self {
             Self::ExpertsPacked => "routed experts, packed",
@@ -61,6 +62,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
+    /// Numbers in the tensor.
     pub fn elements(&self) -> u64 {
         self.shape.iter().map(|&size| size as u64).product()
     }
@@ -91,6 +93,7 @@ pub enum Named<'a> {
     Skipped(&'static str),
 }
 
+/// Every tensor that a configuration asks for.
 #[derive(Clone, Debug)]
 pub struct Inventory {
     pub kind: Kind,

@@ -20,6 +20,7 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// A finding about `subject` in `file`.
     pub fn new(file: impl Into<String>, subject: impl Into<String>, found: impl fmt::Display, wanted: impl fmt::Display) -> Self {
         Self { file: file.into(), subject: subject.into(), found: found.to_string(), wanted: wanted.to_string() }
     }
@@ -42,10 +43,12 @@ pub struct Problems {
 }
 
 impl Problems {
+    /// A single finding.
     pub fn one(model: impl Into<String>, problem: Problem) -> Self {
         Self { model: model.into(), list: vec![problem] }
     }
 
+    /// Findings in order, each once.
     pub fn new(model: impl Into<String>, list: Vec<Problem>) -> Self {
         let mut unique: Vec<Problem> = Vec::with_capacity(list.len());
         let mut seen = HashSet::new();

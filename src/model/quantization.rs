@@ -9,6 +9,7 @@ use super::config_keys::{Keys, short};
 /// Prefix of the text model's names inside the multimodal wrapper. Patterns and tensor names come with and without it.
 pub const WRAPPER_PREFIX: &str = "language_model.";
 
+/// The supported scheme (`pack-quantized`, 4 bits, symmetric) and what it leaves alone.
 #[derive(Clone, Debug)]
 pub struct Quantization {
     /// Consecutive input elements that share one scale.

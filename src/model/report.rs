@@ -53,6 +53,7 @@ pub struct Report {
     pub problems: Vec<Problem>,
 }
 
+/// Tensors and bytes of one part.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PartSum {
     pub part: Part,
@@ -62,6 +63,7 @@ pub struct PartSum {
     pub bytes_per_rank: u64,
 }
 
+/// Tensors and bytes that are known and not used.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct SkippedSum {
     pub tensors: usize,

@@ -64,6 +64,7 @@ impl Rope {
             .collect()
     }
 
+    /// The frequencies and magnitude that a device needs to rotate rows.
     pub fn angles(&self) -> RopeAngles {
         RopeAngles { frequencies: self.frequencies(), magnitude: self.magnitude }
     }

@@ -39,6 +39,7 @@ impl Deref for FileBytes {
 }
 
 impl ModelSource {
+    /// A model on disk.
     pub fn directory(path: impl Into<PathBuf>) -> Self {
         Self::Directory(path.into())
     }

@@ -127,14 +127,17 @@ impl<D: Device> Target<D> {
         })
     }
 
+    /// Sizes of this rank's attention.
     pub fn shape(&self) -> MlaShape {
         self.shape
     }
 
+    /// Layers, dense ones included.
     pub fn layer_count(&self) -> usize {
         self.layers.len()
     }
 
+    /// Width of the residual stream.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
@@ -300,6 +303,7 @@ impl<D: Device> Target<D> {
         logits_of(device, &self.head, normed, rows, &mut self.local_logits, &mut self.logits)
     }
 
+    /// The rank whose part is loaded.
     pub fn rank(&self) -> Rank {
         self.rank
     }

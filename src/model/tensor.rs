@@ -59,6 +59,7 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
+    /// One row, `columns` values.
     pub fn row(&self, row: usize) -> &[bf16] {
         &self.data[row * self.columns..][..self.columns]
     }
@@ -92,10 +93,12 @@ pub struct Int4Matrix<'a> {
 }
 
 impl<'a> Int4Matrix<'a> {
+    /// The nibbles of one row, two a byte.
     pub fn packed_row(&self, row: usize) -> &[u8] {
         &self.packed[row * (self.columns / 2)..][..self.columns / 2]
     }
 
+    /// The scales of one row, one a group.
     pub fn scale_row(&self, row: usize) -> &[bf16] {
         &self.scales[row * (self.columns / self.group)..][..self.columns / self.group]
     }

@@ -20,6 +20,7 @@ pub struct Piece {
 }
 
 impl Piece {
+    /// The part of `part` of a tensor of this name and whole shape.
     pub fn new(name: impl Into<String>, shape: [usize; 2], cut: Cut, part: Rank) -> Self {
         Self { name: name.into(), shape, cut, part }
     }

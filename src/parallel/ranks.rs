@@ -60,6 +60,7 @@ impl<D: Device> Ranks<D> {
         Ok(Self { first, others })
     }
 
+    /// Does a command on every rank; returns when the first rank has done its part.
     pub fn apply(&mut self, command: Command) -> Result<()> {
         self.tell(&command)?;
         self.first.apply(&command)
@@ -70,19 +71,23 @@ impl<D: Device> Ranks<D> {
         self.others.iter().try_for_each(|other| other.commands.send(command.clone()).map_err(gone))
     }
 
+    /// The trees of the round in hand, from the first rank: all grow the same.
     pub fn read_trees(&self) -> Result<Vec<HostTree>> {
         self.first.read_trees()
     }
 
+    /// Ends the round on every rank and returns what the first has read.
     pub fn read_round(&mut self) -> Result<Vec<Outcome>> {
         self.tell(&Command::Read)?;
         self.first.read_round()
     }
 
+    /// Log-probabilities of prompt tokens since the last call, from the first rank.
     pub fn take_prompt_logprobs(&mut self) -> Vec<TokenLogprob> {
         self.first.take_prompt_logprobs()
     }
 
+    /// Worst differences by layer since the last call, of the first rank.
     pub fn take_validation(&self) -> Vec<LayerDiff> {
         self.first.take_validation()
     }

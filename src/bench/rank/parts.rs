@@ -23,6 +23,7 @@ pub enum Part {
 }
 
 impl Part {
+    /// The name in tables; that in JSON is the same.
     pub fn name(self) -> &'static str {
         match self {
             Self::Total => "total",
@@ -83,6 +84,7 @@ pub(super) struct Bytes {
 const BF16: u64 = 2;
 
 impl Bytes {
+    /// The bytes of one of `ranks` ranks of this model and drafter.
     pub fn new(config: &TargetConfig, draft: &DraftConfig, ranks: usize) -> Self {
         let heads = config.heads / ranks;
         let of = |n: usize, k: usize| (n * k) as u64 * BF16;

@@ -19,6 +19,7 @@ pub struct MadeUp<'a> {
 }
 
 impl<'a> MadeUp<'a> {
+    /// Weights for models on `device`; every tensor gets numbers of its own.
     pub fn new(device: &'a CudaDevice) -> Self {
         Self { device, seed: Cell::new(1) }
     }

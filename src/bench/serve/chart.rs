@@ -23,6 +23,7 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(90, 90, 90),
 ];
 
+/// Three panels side by side: first token, time between deliveries, whole request, each over percentiles.
 pub fn draw(report: &Report) -> anyhow::Result<String> {
     let mut svg = String::new();
     {

@@ -14,6 +14,7 @@ use serde_json::Value;
 /// Largest answer that is read, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
+/// An HTTP client of one server, with its key and how long an answer may take.
 pub struct Client {
     http: hyper_util::client::legacy::Client<HttpConnector, Full<Bytes>>,
     base: String,

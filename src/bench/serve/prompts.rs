@@ -8,6 +8,7 @@ use anyhow::{Context, bail};
 pub struct Dice(u64);
 
 impl Dice {
+    /// A generator whose numbers follow from `seed`.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -30,6 +31,7 @@ impl Dice {
     }
 }
 
+/// The prompts of a run: a file's lines, or made-up questions that are all different.
 pub struct Prompts {
     lines: Vec<String>,
     words: usize,

@@ -10,6 +10,7 @@ use super::client::Outcome;
 /// Different reasons of failure that are kept as samples.
 const SAMPLES: usize = 5;
 
+/// Histograms of one level, in microseconds, and a few of its errors.
 pub struct Recorder {
     first: Histogram<u64>,
     gap: Histogram<u64>,
@@ -48,6 +49,7 @@ fn micros(duration: Duration) -> u64 {
 }
 
 impl Recorder {
+    /// Counts one request.
     pub fn add(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::Failed(why) => {
@@ -73,6 +75,7 @@ impl Recorder {
         }
     }
 
+    /// Adds what another level's part has counted.
     pub fn merge(&mut self, other: Self) {
         let pairs = [
             (&mut self.first, other.first),
@@ -96,6 +99,7 @@ impl Recorder {
         self.rounds += other.rounds;
     }
 
+    /// Percentiles and rates; `took` is the time from the first request to the end of the last.
     pub fn summary(&self, name: String, concurrency: Option<usize>, rate: Option<f64>, took: Duration) -> Summary {
         let seconds = took.as_secs_f64().max(1e-9);
         Summary {

@@ -17,6 +17,7 @@ pub struct CpuContexts {
 }
 
 impl CpuContexts {
+    /// Zeroed keys and values for `slots` slots of each layer.
     pub fn new(layers: usize, slots: usize, shape: GqaShape) -> Self {
         let width = shape.kv_heads * shape.head;
         let make = || (0..layers).map(|_| vec![0.0; slots * width]).collect();

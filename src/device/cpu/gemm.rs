@@ -39,10 +39,12 @@ impl PanelMatrix {
         Self { n, k, data }
     }
 
+    /// Panels of `WIDTH` outputs; the last may be partly empty.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(WIDTH)
     }
 
+    /// Memory of the weights.
     pub fn bytes(&self) -> usize {
         self.data.len() * 2
     }
@@ -74,6 +76,7 @@ impl Panels<'_> {
         }
     }
 
+    /// Whether there is no row.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -180,17 +183,8 @@ pub fn scattered_product<'a>(isa: Isa, x: &[&[f32]], count: usize, panel: &dyn F
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::numbers;
     use super::*;
-
-    fn numbers(count: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
-        (0..count)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-            })
-            .collect()
-    }
 
     fn product(isa: Isa, x: &[f32], rows: usize, w: &PanelMatrix) -> Vec<f32> {
         let mut out = vec![f32::NAN; rows * w.n];

@@ -33,10 +33,12 @@ impl Int4Matrix {
         Self { n, k, group, nibbles, scales }
     }
 
+    /// Panels of `WIDTH` outputs.
     pub fn panels(&self) -> usize {
         self.n / WIDTH
     }
 
+    /// Memory of nibbles and scales.
     pub fn bytes(&self) -> usize {
         self.nibbles.len() + self.scales.len() * 2
     }

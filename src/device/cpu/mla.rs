@@ -18,14 +18,17 @@ pub struct CpuLatents {
 }
 
 impl CpuLatents {
+    /// Zeroed rows of `width` values for `slots` slots of each layer.
     pub fn new(layers: usize, slots: usize, width: usize) -> Self {
         Self { width, layers: (0..layers).map(|_| vec![0.0; slots * width]).collect() }
     }
 
+    /// The row of a slot: latent, then rope columns.
     pub fn row(&self, layer: usize, slot: u32) -> &[f32] {
         &self.layers[layer][slot as usize * self.width..(slot as usize + 1) * self.width]
     }
 
+    /// The same, to be written.
     pub fn row_mut(&mut self, layer: usize, slot: u32) -> &mut [f32] {
         &mut self.layers[layer][slot as usize * self.width..(slot as usize + 1) * self.width]
     }
@@ -53,6 +56,7 @@ pub struct CpuAbsorbed {
 }
 
 impl CpuAbsorbed {
+    /// Takes `kv_b_proj` `[heads x (nope + value), latent]` apart into what absorbs queries and what expands outputs.
     pub fn pack(kv_b: &Matrix<'_>, shape: MlaShape) -> Self {
         let per_head = shape.nope + shape.value;
         assert!(kv_b.rows == shape.heads * per_head && kv_b.columns == shape.latent, "kv_b_proj is {} x {}", kv_b.rows, kv_b.columns);

@@ -13,6 +13,8 @@ pub mod prompt;
 pub mod round;
 pub mod rows;
 pub mod simd;
+#[cfg(test)]
+mod testing;
 pub mod tiles;
 pub mod validate;
 pub mod verify;
@@ -119,6 +121,7 @@ impl CpuDevice {
         *self.routes.borrow_mut() = Some(Vec::new());
     }
 
+    /// The routes recorded since the last call, with their layers; empty unless `record_routes` was called.
     pub fn take_routes(&self) -> Vec<(usize, Routes)> {
         self.routes.borrow_mut().as_mut().map(std::mem::take).unwrap_or_default()
     }

@@ -116,6 +116,7 @@ thread_local! {
     static PANEL: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
+/// The weights and sizes of one layer of experts.
 pub struct MoeArgs<'a> {
     pub router: &'a PanelMatrix,
     pub bias: &'a [f32],

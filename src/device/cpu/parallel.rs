@@ -53,10 +53,12 @@ unsafe impl<T: Send> Send for SharedMut<'_, T> {}
 unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
 
 impl<'a, T> SharedMut<'a, T> {
+    /// Shares a slice for as long as it is borrowed.
     pub fn new(slice: &'a mut [T]) -> Self {
         Self { data: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
+    /// Elements of the slice.
     #[allow(clippy::len_without_is_empty, reason = "nobody asks")]
     pub fn len(&self) -> usize {
         self.len

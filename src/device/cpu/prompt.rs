@@ -337,21 +337,12 @@ mod tests {
     use half::bf16;
     use proptest::prelude::*;
 
+    use super::super::testing::numbers;
     use super::*;
     use crate::model::tensor::Matrix;
 
     const SHAPE: MlaShape = MlaShape { heads: 2, nope: 24, rope: 8, value: 48, latent: 32, scale: 0.2 };
     const TOKENS: usize = 70;
-
-    fn numbers(count: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
-        (0..count)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-            })
-            .collect()
-    }
 
     struct Case {
         kv_b: Vec<bf16>,

@@ -42,6 +42,7 @@ thread_local! {
 }
 
 impl CpuRound {
+    /// Room for what `limits` allows.
     pub fn new(limits: &Limits) -> Self {
         let slots = limits.block.saturating_sub(1);
         Self {
@@ -62,6 +63,7 @@ impl CpuRound {
         self.requests.get(request).and_then(Option::as_ref).ok_or_else(|| DeviceError(format!("request {request} was not admitted")))
     }
 
+    /// As [`Device::admit`](crate::device::Device::admit).
     pub fn admit(&mut self, request: usize, admission: Admission) -> Result<()> {
         let place = self.requests.get_mut(request).ok_or_else(|| DeviceError(format!("request index {request} is out of range")))?;
         let seen = admission.sampling.has_penalties().then(|| {
@@ -73,10 +75,12 @@ impl CpuRound {
         Ok(())
     }
 
+    /// As [`Device::retire`](crate::device::Device::retire).
     pub fn retire(&mut self, request: usize) {
         self.requests[request] = None;
     }
 
+    /// As [`Device::place_chunk`](crate::device::Device::place_chunk).
     pub fn place_chunk(&self, request: usize, start: usize, tokens: &[u32], rows: &mut CpuRows) -> Result<()> {
         let slots = &self.running(request)?.admission.slots;
         rows.clear();
@@ -108,6 +112,7 @@ impl CpuRound {
         Ok(())
     }
 
+    /// As [`Device::plan`](crate::device::Device::plan).
     pub fn plan(&mut self, shares: &[Share]) -> Result<()> {
         let rows: usize = shares.iter().map(|share| share.rows).sum();
         if shares.len() > self.limits.requests || rows > self.limits.verify_rows {
@@ -121,6 +126,7 @@ impl CpuRound {
         Ok(())
     }
 
+    /// As [`Device::place_blocks`](crate::device::Device::place_blocks).
     pub fn place_blocks(&self, mask_token: u32, rows: &mut CpuRows) -> Result<()> {
         rows.clear();
         for share in self.shares.iter().filter(|share| share.rows > 1) {
@@ -134,6 +140,7 @@ impl CpuRound {
         Ok(())
     }
 
+    /// As [`Device::marginals`](crate::device::Device::marginals).
     pub fn marginals(&mut self, logits: &[f32]) {
         let (vocab, block) = (self.limits.vocab, self.limits.block);
         let slots = block - 1;
@@ -155,6 +162,7 @@ impl CpuRound {
         });
     }
 
+    /// As [`Device::grow`](crate::device::Device::grow).
     pub fn grow(&mut self) {
         let slots = self.limits.block.saturating_sub(1);
         for (at, share) in self.shares.iter().enumerate() {
@@ -174,6 +182,7 @@ impl CpuRound {
         }
     }
 
+    /// As [`Device::place_trees`](crate::device::Device::place_trees).
     pub fn place_trees(&self, rows: &mut CpuRows) -> Result<()> {
         rows.clear();
         for (share, tree) in self.shares.iter().zip(&self.trees) {
@@ -190,11 +199,13 @@ impl CpuRound {
         Ok(())
     }
 
+    /// As [`Device::read_trees`](crate::device::Device::read_trees).
     pub fn read_trees(&self) -> Vec<HostTree> {
         let trees = self.shares.iter().zip(&self.trees);
         trees.map(|(_, tree)| HostTree { tokens: tree.token[..tree.rows].to_vec(), parents: tree.parent[..tree.rows].to_vec() }).collect()
     }
 
+    /// As [`Device::set_masks`](crate::device::Device::set_masks).
     pub fn set_masks(&mut self, share: usize, masks: &[u32]) {
         self.masks[share].clear();
         self.masks[share].extend_from_slice(masks);
@@ -206,6 +217,7 @@ impl CpuRound {
         rows.scan(0, |next, rows| Some(std::mem::replace(next, *next + rows))).collect()
     }
 
+    /// As [`Device::sample`](crate::device::Device::sample).
     pub fn sample(&mut self, logits: &[f32]) {
         let vocab = self.limits.vocab;
         let places: Vec<(usize, usize)> =
@@ -271,6 +283,7 @@ impl CpuRound {
         (path, outcome)
     }
 
+    /// As [`Device::walk_and_commit`](crate::device::Device::walk_and_commit).
     pub fn walk_and_commit(&mut self, latents: &mut CpuLatents, accepted: &mut CpuRows) -> Result<()> {
         accepted.clear();
         for (at, first) in self.firsts().into_iter().enumerate() {
@@ -294,6 +307,7 @@ impl CpuRound {
         Ok(())
     }
 
+    /// What the rounds since the last call gave.
     pub fn take_outcomes(&mut self) -> Vec<Outcome> {
         std::mem::take(&mut self.outcomes)
     }

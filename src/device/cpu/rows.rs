@@ -32,6 +32,7 @@ pub struct CpuRows {
 }
 
 impl CpuRows {
+    /// Empty, with room for so many rows.
     pub fn with_capacity(rows: usize) -> Self {
         Self {
             tokens: Vec::with_capacity(rows),
@@ -43,14 +44,17 @@ impl CpuRows {
         }
     }
 
+    /// Rows in hand.
     pub fn len(&self) -> usize {
         self.positions.len()
     }
 
+    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.positions.is_empty()
     }
 
+    /// Forgets all rows and groups.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.positions.clear();
@@ -62,6 +66,7 @@ impl CpuRows {
         self.sources.clear();
     }
 
+    /// Adds a row to the group opened last.
     pub fn push(&mut self, token: u32, position: usize, slot: u32) {
         self.tokens.push(token);
         self.positions.push(position as u32);

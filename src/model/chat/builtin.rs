@@ -25,6 +25,7 @@ pub(super) struct Markers {
 }
 
 impl Markers {
+    /// The template with the control tokens of this vocabulary; one that is missing is named.
     pub fn of(tokenizer: &Tokenizer) -> Result<Self, Problem> {
         let id = |name: &str| {
             let wanted = "this control token (the built-in chat template writes it)";

@@ -13,11 +13,13 @@ pub struct ChatError {
 }
 
 impl ChatError {
+    /// A complaint about the field `param`.
     pub fn new(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self { param: param.into(), message: message.into() }
     }
 }
 
+/// Who speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     System,
@@ -27,6 +29,7 @@ pub enum Role {
 }
 
 impl Role {
+    /// As OpenAI and the template write it.
     pub fn name(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -37,6 +40,7 @@ impl Role {
     }
 }
 
+/// One turn, read and checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: Role,
@@ -51,6 +55,7 @@ pub struct Message {
     pub tool_call_id: Option<String>,
 }
 
+/// A call of a function by the assistant.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolCall {
     pub id: Option<String>,

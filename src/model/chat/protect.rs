@@ -36,6 +36,7 @@ pub(super) struct Protection<'a> {
 }
 
 impl Protector {
+    /// What must be protected from this vocabulary's markers in this template.
     pub fn new(tokenizer: &Tokenizer, template: &str) -> Self {
         let mut edges: Vec<char> =
             tokenizer.special_names().flat_map(|name| [name.chars().next(), name.chars().next_back()]).flatten().collect();
@@ -84,6 +85,7 @@ impl Protection<'_> {
         }
     }
 
+    /// An object with every key and value protected.
     pub fn fields(&self, fields: &Map<String, Value>) -> Map<String, Value> {
         fields.iter().map(|(key, value)| (self.edges_only(key), self.value(value))).collect()
     }

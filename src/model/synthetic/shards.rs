@@ -24,6 +24,7 @@ pub struct Entry {
     content: Content,
 }
 
+/// What a tensor holds.
 pub enum Content {
     Hole,
     /// A tensor of the inventory with its own stream of random numbers.
@@ -38,6 +39,7 @@ pub enum Content {
 }
 
 impl Entry {
+    /// A tensor of the inventory under its name on disk; `number` makes its random numbers its own.
     pub fn of_spec(spec: &TensorSpec, prefix: &str, fill: Fill, number: u64) -> Self {
         let dtype = match spec.wanted {
             Wanted::Bf16 => "BF16",
@@ -62,6 +64,7 @@ impl Entry {
         self
     }
 
+    /// A bf16 tensor that takes no room on a disk with sparse files.
     pub fn bf16_hole(name: String, shape: &[usize]) -> Self {
         let elements: u64 = shape.iter().map(|&size| size as u64).product();
         Self { name, dtype: "BF16", shape: shape.to_vec(), bytes: 2 * elements, content: Content::Hole }

@@ -9,6 +9,7 @@ const BLOCKS: usize = 27;
 const MERGED: usize = 4 * HIDDEN;
 const TEXT_HIDDEN: usize = 7168;
 
+/// Every tensor of the vision tower and its projector, as holes.
 pub fn tensors() -> Vec<Entry> {
     let mut list = vec![
         Entry::bf16_hole("vision_tower.patch_embed.proj.weight".into(), &[HIDDEN, 3, 14, 14]),

@@ -35,6 +35,7 @@ const CONTROL: [(usize, &str); 23] = [
     (255, "[PAD]"),
 ];
 
+/// Writes `tiktoken.model` and `tokenizer_config.json` for a vocabulary of this size.
 pub fn write(directory: &Path, vocab: usize) -> io::Result<()> {
     let base = vocab.checked_sub(512).map(|longer| 256 + longer);
     let Some(base) = base else {
