@@ -44,7 +44,8 @@ pub struct Args {
     /// File with one prompt a line [default: built-in questions, all different]
     #[arg(long)]
     pub prompts: Option<PathBuf>,
-    #[arg(long, default_value_t = 0.0)]
+    /// Temperature of the requests
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f64,
     /// Rows verified per round: off, chain, auto or tree:N [default: the server's setting]
     #[arg(long)]
@@ -56,7 +57,7 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Seconds a request may take
-    #[arg(long, default_value_t = 600.0)]
+    #[arg(long, default_value_t = 600.0, allow_negative_numbers = true)]
     pub timeout: f64,
     /// Write all figures to this file
     #[arg(long)]

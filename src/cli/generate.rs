@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde_json::json;
 
 use super::engine::Quiet;
@@ -33,10 +33,12 @@ pub struct Args {
     #[arg(long, short = 'n', default_value_t = 128)]
     pub max_tokens: u32,
     /// 0 = always the most probable token
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f32,
-    #[arg(long, default_value_t = 1.0)]
+    /// Share of the probability that is kept, most probable tokens first
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     pub top_p: f32,
+    /// The same seed gives the same text under every budget
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Stop before this text (repeatable)
@@ -49,6 +51,9 @@ pub struct Args {
 
 /// Streams the text to stdout; status 1 when the request was aborted.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    ensure!((0.0..=100.0).contains(&args.temperature), "--temperature: found {}, wanted 0 to 100", args.temperature);
+    ensure!(args.top_p > 0.0 && args.top_p <= 1.0, "--top-p: found {}, wanted above 0, up to 1", args.top_p);
+    ensure!(args.max_tokens > 0, "--max-tokens: found 0, wanted at least 1");
     let config = args.overrides.load()?;
     start_logging(&LogConfig { filter: "warn".into(), ..config.log.clone() })?;
     let prepared = Prepared::read(config.engine.clone())?;

@@ -37,13 +37,13 @@ pub struct Args {
     #[arg(long, default_value_t = 3)]
     pub max_tokens: u32,
     /// Seconds one completion may take
-    #[arg(long, default_value_t = 30.0)]
+    #[arg(long, default_value_t = 30.0, allow_negative_numbers = true)]
     pub timeout: f64,
     /// Attempts that must fail, one after the other, before the server counts as unhealthy
     #[arg(long, default_value_t = 3)]
     pub attempts: u32,
     /// Seconds between attempts
-    #[arg(long, default_value_t = 5.0)]
+    #[arg(long, default_value_t = 5.0, allow_negative_numbers = true)]
     pub pause: f64,
 }
 

@@ -20,6 +20,7 @@ use crate::engine::start::{BeforeReady, Prepared};
 use crate::gate::rollout::{Refusal, Standing, decide};
 use crate::gate::{Gate, OnFailure};
 use crate::model::progress;
+use crate::server::auth::Keys;
 use crate::server::{self, Bound, Ended, Parts, ServerMetrics, systemd};
 
 /// The gate failed and blocks: `EX_CONFIG`, which a unit lists in `RestartPreventExitStatus`.
@@ -39,7 +40,8 @@ pub struct Args {
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let config = args.server.over(args.overrides.load()?);
     start_logging(&config.log)?;
-    // A port that is taken shows before anything of the model is read.
+    // A port that is taken or a key file that cannot be read shows before anything of the model is read.
+    Keys::load(config.server.api_key_file.as_deref())?;
     let bound = Bound::bind(&config.server)?;
     let place = bound.address.to_string();
     let prepared = Prepared::read(config.engine.clone())?;

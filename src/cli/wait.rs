@@ -20,13 +20,13 @@ pub struct Args {
     #[arg(long, env = "KDTREE_API_KEY", hide_env_values = true)]
     pub api_key: Option<String>,
     /// Seconds to wait at most
-    #[arg(long, default_value_t = 600.0)]
+    #[arg(long, default_value_t = 600.0, allow_negative_numbers = true)]
     pub timeout: f64,
     /// Seconds one probe may take
-    #[arg(long, default_value_t = 10.0)]
+    #[arg(long, default_value_t = 10.0, allow_negative_numbers = true)]
     pub probe_timeout: f64,
     /// Seconds between probes
-    #[arg(long, default_value_t = 0.5)]
+    #[arg(long, default_value_t = 0.5, allow_negative_numbers = true)]
     pub interval: f64,
     /// Say nothing while waiting
     #[arg(long, short)]
