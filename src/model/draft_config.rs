@@ -87,17 +87,6 @@ impl DraftConfig {
         Problems::unless_empty(model, list, config)
     }
 
-    /// Replaces the factor on cos and sin (1 for Kimi's drafters unless their file says otherwise).
-    pub fn with_rope_attention_factor(mut self, factor: f64) -> Self {
-        self.rope.magnitude = factor;
-        self
-    }
-
-    /// Drafted tokens of a chain: every slot but the anchor's.
-    pub fn horizon(&self) -> usize {
-        self.block_size - 1
-    }
-
     /// Values per token in the drafter's own cache: keys and values of every layer.
     pub fn slot_width(&self) -> usize {
         2 * self.layers.len() * self.kv_heads * self.head_dim

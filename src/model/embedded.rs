@@ -45,8 +45,3 @@ pub static TARGET: Files = &[];
 /// Nor a drafter.
 #[cfg(not(feature = "embedded-model"))]
 pub static DRAFTER: Files = &[];
-
-/// Whether this binary carries a model.
-pub fn is_embedded() -> bool {
-    !TARGET.is_empty()
-}

@@ -86,7 +86,11 @@ impl ModelSource {
             }
             Self::EmbeddedTarget | Self::EmbeddedDrafter => "no such file in the embedded model".to_string(),
         };
-        Problem::new(name, "the file", found, "a model directory with this file")
+        let wanted = match self {
+            Self::Directory(_) => "a model directory with this file",
+            Self::EmbeddedTarget | Self::EmbeddedDrafter => "a model directory given by --model, KDTREE_MODEL or engine.model",
+        };
+        Problem::new(name, "the file", found, wanted)
     }
 
     /// Names of all files, sorted.

@@ -88,10 +88,7 @@ impl Scratch {
         self.frozen = true;
     }
 
-    pub fn thaw(&mut self) {
-        self.frozen = false;
-    }
-
+    /// Bytes of all buffers.
     pub fn bytes(&self) -> usize {
         self.buffers.iter().flatten().map(CudaSlice::len).sum()
     }

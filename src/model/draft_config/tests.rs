@@ -27,7 +27,7 @@ fn changed(change: impl FnOnce(&mut Value)) -> Result<DraftConfig, Problems> {
 fn the_small_drafter_reads_as_its_file_says() {
     let draft = parse(&mini()).unwrap();
     assert_eq!((draft.hidden, draft.heads, draft.kv_heads, draft.head_dim, draft.intermediate), (256, 4, 2, 64, 512));
-    assert_eq!((draft.block_size, draft.horizon(), draft.mask_token_id, &draft.taps[..]), (8, 7, 4094, &[0, 1, 3][..]));
+    assert_eq!((draft.block_size, draft.mask_token_id, &draft.taps[..]), (8, 4094, &[0, 1, 3][..]));
     let sliding = DraftLayer { window: Some(256), causal_block: false };
     assert_eq!(draft.layers, [sliding, sliding, DraftLayer { window: None, causal_block: false }]);
     assert_eq!((draft.rope.dim, draft.rope.magnitude, draft.rms_norm_eps, draft.slot_width()), (64, 1.0, 1e-5, 768));
@@ -148,9 +148,4 @@ fn without_layer_types_qwen3s_rule_decides() {
     };
     assert_eq!(windows(3), [false; 3]);
     assert_eq!(windows(1), [false, true, true]);
-}
-
-#[test]
-fn the_rope_attention_factor_can_be_overridden() {
-    assert_eq!(parse(&mini()).unwrap().with_rope_attention_factor(1.4159).rope.magnitude, 1.4159);
 }

@@ -40,11 +40,6 @@ impl StreamDecoder {
     pub fn finish(&mut self) -> String {
         String::from_utf8_lossy(&std::mem::take(&mut self.held)).into_owned()
     }
-
-    /// Whether half a character waits.
-    pub fn is_holding(&self) -> bool {
-        !self.held.is_empty()
-    }
 }
 
 /// Whether more bytes could complete these to a character.
