@@ -22,6 +22,7 @@ pub struct CudaAct {
 }
 
 impl CudaAct {
+    /// Where the rows lie, and how far apart.
     pub fn view(&self, gpu: &Gpu) -> View {
         View { at: self.data.device_ptr(&gpu.stream).0, stride: self.width }
     }
@@ -35,6 +36,7 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
+    /// Where the weights begin.
     pub fn at(&self, gpu: &Gpu) -> CUdeviceptr {
         self.data.device_ptr(&gpu.stream).0
     }
@@ -46,6 +48,7 @@ pub struct CudaVector {
 }
 
 impl CudaVector {
+    /// Where the values begin.
     pub fn at(&self, gpu: &Gpu) -> CUdeviceptr {
         self.data.device_ptr(&gpu.stream).0
     }

@@ -20,6 +20,7 @@ pub struct Graphs {
 }
 
 impl Graphs {
+    /// From now on graphs are captured: nothing that a launch points at moves any more.
     pub fn settle(&self) {
         self.settled.set(true);
     }
@@ -29,6 +30,7 @@ impl Graphs {
         self.recorded.borrow().len()
     }
 
+    /// Whether none was captured.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

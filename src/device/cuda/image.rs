@@ -23,6 +23,7 @@ impl Target {
         }
     }
 
+    /// As compilers call it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sm90a => "sm_90a",

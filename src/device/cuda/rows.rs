@@ -41,6 +41,7 @@ pub struct CudaRows {
 }
 
 impl CudaRows {
+    /// Room for `capacity` rows.
     pub fn new(gpu: &Gpu, capacity: usize) -> Result<Self, CudaError> {
         let stream = &gpu.stream;
         let what = "allocating rows";
@@ -64,6 +65,7 @@ impl CudaRows {
         })
     }
 
+    /// What kernels are handed.
     pub fn pointers(&self, gpu: &Gpu) -> RowPointers {
         let stream = &gpu.stream;
         RowPointers {

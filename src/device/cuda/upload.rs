@@ -26,6 +26,7 @@ pub struct Staging {
 }
 
 impl Staging {
+    /// Two page-locked buffers that take turns.
     pub fn new(gpu: &Gpu) -> Result<Self, CudaError> {
         // SAFETY: every byte that is sent was written before.
         let buffer = || unsafe { gpu.context.alloc_pinned(PIECE) }.during("allocating page-locked memory");

@@ -26,6 +26,7 @@ pub struct RoundKernels {
 }
 
 impl RoundKernels {
+    /// Looks every kernel of a round up.
     pub fn load(gpu: &Gpu) -> Result<Self, CudaError> {
         let (place, top, walk) = (gpu.module("round_place")?, gpu.module("round_top")?, gpu.module("round_walk")?);
         Ok(Self {
@@ -56,6 +57,7 @@ pub(super) struct Grid {
 }
 
 impl Grid {
+    /// A grid of `x` times `y` blocks without dynamic shared memory.
     pub fn new(x: usize, y: usize, threads: u32) -> Self {
         Self { x, y, threads, shared: 0 }
     }

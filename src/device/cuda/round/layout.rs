@@ -19,6 +19,7 @@ pub const TOP_CAP: usize = 128;
 /// Ids one request may suppress without a vector of its own.
 pub const INLINE_SUPPRESSED: usize = 64;
 
+/// A request's lengths and sampling.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RequestData {
@@ -72,6 +73,7 @@ pub const SCAN_BYTES: usize = 16;
 pub const WALKED_BYTES: usize = 76;
 pub const TOP_PART_BYTES: usize = 24;
 
+/// A draft tree: tokens, parents, depths, masks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TreeData {
@@ -84,6 +86,7 @@ pub struct TreeData {
     pub logprob: [f64; 64],
 }
 
+/// What the host reads of a share.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct ShareResult {
@@ -96,6 +99,7 @@ pub struct ShareResult {
     pub pad: [u32; 2],
 }
 
+/// What the host reads of a planned row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct RowResult {
@@ -107,6 +111,7 @@ pub struct RowResult {
     pub pad: [u8; 6],
 }
 
+/// What the host reads of a row's log-probabilities.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Report {

@@ -24,6 +24,7 @@ pub struct RoundMemory {
 }
 
 impl RoundMemory {
+    /// Allocates everything that `limits` allows.
     pub fn new(gpu: &Gpu, limits: &Limits) -> Result<Self, CudaError> {
         check(limits)?;
         let (requests, rows) = (limits.requests, limits.verify_rows);
@@ -141,6 +142,7 @@ pub struct Pool {
 }
 
 impl Pool {
+    /// A pool with `ready` vectors of `vocab` counts.
     pub fn new(gpu: &Gpu, vocab: usize, ready: usize) -> Result<Self, CudaError> {
         let free = (0..ready).map(|_| gpu.stream.alloc_zeros(vocab)).collect::<Result<_, _>>().during("allocating counts of tokens")?;
         Ok(Self { free, vocab, allocations: 0 })
@@ -155,6 +157,7 @@ impl Pool {
         gpu.alone(|| gpu.stream.alloc_zeros(self.vocab).during("allocating counts of tokens"))
     }
 
+    /// Takes vectors back for the next request.
     pub fn give(&mut self, vectors: impl IntoIterator<Item = CudaSlice<u32>>) {
         self.free.extend(vectors);
     }

@@ -93,6 +93,7 @@ impl CudaRound {
         self.staging.waits.get()
     }
 
+    /// As [`Device::place_chunk`](crate::device::Device::place_chunk).
     pub fn place_chunk(&self, device: &CudaDevice, request: usize, start: usize, tokens: &[u32], rows: &mut CudaRows) -> Result<()> {
         let held = self.running(request)?.slots;
         if tokens.len() > rows.capacity || start + tokens.len() > held || tokens.is_empty() {
@@ -110,6 +111,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::begin`](crate::device::Device::begin).
     pub fn begin(&mut self, device: &CudaDevice, request: usize, prompt: usize, logits: &CudaAct, mask: Option<&[u32]>) -> Result<()> {
         if prompt == 0 {
             return Err(DeviceError("a prompt of no tokens cannot begin".into()));
@@ -134,6 +136,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::place_blocks`](crate::device::Device::place_blocks).
     pub fn place_blocks(&self, device: &CudaDevice, mask_token: u32, rows: &mut CudaRows) -> Result<()> {
         let (groups, block) = (self.sizes.drafting, self.limits.block.max(1));
         self.fits(rows, groups * block)?;
@@ -146,6 +149,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::marginals`](crate::device::Device::marginals).
     pub fn marginals(&mut self, device: &CudaDevice, logits: &CudaAct) -> Result<()> {
         let slots = self.limits.block.max(1) - 1;
         let items = self.sizes.drafting * slots;
@@ -158,6 +162,7 @@ impl CudaRound {
         self.over_logits(device, &device.rounds.marginals, grid, logits, &[])
     }
 
+    /// As [`Device::grow`](crate::device::Device::grow).
     pub fn grow(&mut self, device: &CudaDevice) -> Result<()> {
         if self.sizes.groups == 0 {
             return Ok(());
@@ -168,6 +173,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::place_trees`](crate::device::Device::place_trees).
     pub fn place_trees(&self, device: &CudaDevice, rows: &mut CudaRows) -> Result<()> {
         self.fits(rows, self.sizes.rows)?;
         self.describe(rows, self.sizes.rows, self.sizes.groups, self.reach);
@@ -180,6 +186,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::sample`](crate::device::Device::sample).
     pub fn sample(&mut self, device: &CudaDevice, logits: &CudaAct) -> Result<()> {
         let (rows, vocab) = (self.sizes.rows, self.limits.vocab);
         if rows == 0 {
@@ -200,6 +207,7 @@ impl CudaRound {
         Ok(())
     }
 
+    /// As [`Device::walk_and_commit`](crate::device::Device::walk_and_commit).
     pub fn walk_and_commit(&mut self, device: &CudaDevice, latents: &mut CudaLatents, accepted: &mut CudaRows) -> Result<()> {
         let sizes = self.sizes;
         if sizes.rows == 0 {

@@ -18,6 +18,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
+    /// Page-locked memory of `len` bytes.
     pub fn new(gpu: &Gpu, len: usize) -> Result<Self, CudaError> {
         gpu.context.bind_to_thread().during("binding the context")?;
         // SAFETY: freed once, in `drop`.
@@ -60,6 +61,7 @@ pub struct Staging {
 const ALIGN: usize = 16;
 
 impl Staging {
+    /// A ring of `len` bytes.
     pub fn new(gpu: &Gpu, len: usize) -> Result<Self, CudaError> {
         Ok(Self { pinned: Pinned::new(gpu, len)?, next: Cell::new(0), waits: Cell::new(0) })
     }
