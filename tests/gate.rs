@@ -183,11 +183,21 @@ fn a_second_start_skips_the_gate_by_its_certificate_until_the_prompts_change() {
 
 #[test]
 fn a_start_that_cannot_be_is_one_line() {
-    for (key, named) in [("model", "/nowhere/model"), ("drafter", "/nowhere/drafter")] {
+    for (key, named) in [("model", "/nowhere/model"), ("drafter", "/nowhere/drafter"), ("api-key-file", "/nowhere/keys")] {
         let run = gate_support::command::run(&["serve", "--port", "0", &format!("--{key}"), named]);
         run.expect(1);
         assert!(run.log.contains(named) && run.log.trim_end().lines().count() == 1, "{}", run.log);
     }
+}
+
+#[test]
+fn a_port_that_is_taken_is_named_before_anything_of_the_model_is_read() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let run = gate_support::command::run(&["serve", "--port", &port, "--model", "/nowhere/model"]);
+    run.expect(1);
+    let line = run.log.trim_end();
+    assert!(line.contains(&format!("cannot listen on 127.0.0.1 port {port}")) && line.lines().count() == 1, "{line}");
 }
 
 #[cfg(feature = "faults")]
