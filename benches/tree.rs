@@ -5,9 +5,11 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use std::hint::black_box;
 
 use kdtree::engine::contract::Sampling;
-use kdtree::speculate::auto::{AutoBudget, Load};
+use kdtree::speculate::auto::AutoBudget;
 use kdtree::speculate::budget::MAX_ROWS;
-use kdtree::speculate::cost::{CostModel, Prior};
+use kdtree::speculate::cost::Prior;
+use kdtree::speculate::joint::Load;
+use kdtree::speculate::round_cost::{RoundCost, Size};
 use kdtree::speculate::sampling::{RowLimits, SamplerScratch, pick, uniform};
 use kdtree::speculate::tree::{Marginals, Tree, marginals_from_logits};
 use kdtree::speculate::walk::walk;
@@ -77,8 +79,8 @@ fn sampling(c: &mut Criterion) {
 
 fn budget(c: &mut Criterion) {
     let prior = Prior { fixed_us: 3_000.0, experts_us: 30_000.0, experts: 384, active: 8, row_us: 0.0, token_us: 0.0 };
-    let (mut cost, mut auto) = (CostModel::new(prior), AutoBudget::new(DEPTHS + 1, MAX_ROWS));
-    (1..65).for_each(|rows| cost.observe(rows, 1000, 9_000.0 + 100.0 * rows as f64));
+    let (mut cost, mut auto) = (RoundCost::new(prior, false), AutoBudget::new(DEPTHS + 1, MAX_ROWS));
+    (1..65).for_each(|rows| cost.observe(Size { requests: 1, drafting: usize::from(rows > 1), rows }, 1000, 9_000.0 + 100.0 * rows as f64));
     c.bench_function("choose", |b| b.iter(|| auto.choose(black_box(&cost), 1000, Load::default())));
 }
 

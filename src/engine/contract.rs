@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::speculate::budget::Budget;
+use crate::speculate::tree::Tree;
 
 /// One generation. `n > 1` and lists of prompts are several requests.
 pub struct Request {
@@ -296,6 +297,8 @@ pub struct ModelInfo {
 /// Called on the engine thread: implementations must be cheap and must not block.
 pub trait Observer: Send + Sync {
     fn round(&self, _report: &RoundReport) {}
+    /// What one request verified in a round that is over: its tree with the drafter's path probabilities, and the accepted rows.
+    fn draft(&self, _tree: &Tree, _path: &[u8]) {}
     fn prefill(&self, _tokens: usize, _took: Duration) {}
     fn queue(&self, _waiting: usize, _running: usize) {}
     fn finished(&self, _finished: &Finished) {}

@@ -17,10 +17,11 @@ use crate::device::{Admission, Device, DeviceError, Limits, Outcome, Share, Veri
 use crate::faults::{Fault, fires, planted};
 use crate::model::tokenizer::Tokenizer;
 use crate::parallel::ranks::Ranks;
-use crate::speculate::auto::Load;
 use crate::speculate::budget::{Budget, MAX_ROWS};
-use crate::speculate::cost::{CostModel, Prior};
+use crate::speculate::cost::Prior;
+use crate::speculate::joint::{self, Load};
 use crate::speculate::population::Population;
+use crate::speculate::round_cost::{RoundCost, Size};
 
 /// How long an idle engine sleeps before it looks around.
 const IDLE: Duration = Duration::from_millis(100);
@@ -45,7 +46,7 @@ pub struct Engine<D: Device> {
     waiting: VecDeque<Submission>,
     active: Vec<Option<Active>>,
     /// By verify mode: both kernels together cost more than either, and the gate runs them just before requests come.
-    cost: [CostModel; 3],
+    cost: [RoundCost; 3],
     /// Acceptance of all requests lately: where a new one starts.
     population: Population,
     /// Worst differences per layer since they were last taken.
@@ -58,7 +59,7 @@ impl<D: Device> Engine<D> {
             slots: Slots::new(setup.limits.slots),
             waiting: VecDeque::new(),
             active: (0..setup.limits.requests).map(|_| None).collect(),
-            cost: [(); 3].map(|()| CostModel::new(setup.prior)),
+            cost: [(); 3].map(|()| RoundCost::new(setup.prior, D::RECORDS)),
             population: Population::new(setup.limits.block, MAX_ROWS),
             validated: Vec::new(),
             ranks,
@@ -335,34 +336,43 @@ impl<D: Device> Engine<D> {
         if rows.is_empty() { Ok(()) } else { self.ranks.apply(Command::Keep(rows)) }
     }
 
-    /// Who verifies how many rows. No request gets more rows than it may still emit tokens' worth of depth for, and all together
-    /// stay within the device's limit.
+    /// Who verifies how many rows: an equal part of the device's limit at most, and only an anchor where nothing can be drafted.
     fn plan(&mut self) -> Vec<Share> {
-        let running: Vec<usize> =
-            (0..self.active.len()).filter(|&at| self.active[at].as_ref().is_some_and(|active| !active.is_prefilling())).collect();
-        let context: usize = running.iter().filter_map(|&at| self.active[at].as_ref()).map(Active::prefix).sum();
-        let cap = if running.is_empty() { 0 } else { (self.setup.limits.verify_rows / running.len()).clamp(1, MAX_ROWS) };
         let block = self.setup.limits.block;
-        let mut load = Load::default();
-        let mut shares = Vec::with_capacity(running.len());
-        for request in running {
-            let Some(active) = self.active[request].as_mut() else { continue };
-            let chosen = match active.budget {
-                Budget::Auto => active.auto.choose(&self.cost[self.setup.verify as usize], context, load),
-                fixed => fixed,
-            };
+        let mut running: Vec<(usize, &mut Active)> =
+            self.active.iter_mut().enumerate().filter_map(|(at, a)| Some((at, a.as_mut()?))).collect();
+        running.retain(|(_, active)| !active.is_prefilling());
+        let cap = (self.setup.limits.verify_rows / running.len().max(1)).clamp(1, MAX_ROWS);
+        let rows_of = |budget: Budget| match budget {
+            Budget::Off | Budget::Auto => 1,
+            Budget::Chain => block.min(cap),
+            Budget::Tree(rows) => usize::from(rows).min(cap),
+        };
+        let (mut context, mut fixed, mut choosing) = (0, Load::default(), Vec::new());
+        for (_, active) in &mut running {
+            context += active.prefix();
             // Without a drafter, or with one token to go, there is nothing to draft.
-            let chosen = if block <= 1 || active.remaining() <= 1 { Budget::Off } else { chosen };
-            let rows = match chosen {
-                Budget::Off | Budget::Auto => 1,
-                Budget::Chain => block,
-                Budget::Tree(rows) => usize::from(rows),
-            };
-            active.chosen = chosen;
-            load = Load { rows: load.rows + rows.min(cap), tokens: load.tokens + active.auto.expected(chosen) };
-            shares.push(Share { request, rows: rows.min(cap), chain: chosen == Budget::Chain });
+            active.chosen = if block <= 1 || active.remaining() <= 1 { Budget::Off } else { active.budget };
+            if active.chosen == Budget::Auto {
+                choosing.push(&mut active.auto);
+                continue;
+            }
+            let rows = rows_of(active.chosen);
+            fixed.rows += rows;
+            fixed.tokens += active.auto.expected(active.chosen);
+            fixed.requests += 1;
+            fixed.drafting += usize::from(rows > 1);
         }
-        shares
+        if !choosing.is_empty() {
+            joint::choose(&mut choosing, &self.cost[self.setup.verify as usize].curves(context), fixed, cap);
+        }
+        let share = |(request, active): (usize, &mut Active)| {
+            if active.chosen == Budget::Auto {
+                active.chosen = active.auto.current();
+            }
+            Share { request, rows: rows_of(active.chosen), chain: active.chosen == Budget::Chain }
+        };
+        running.into_iter().map(share).collect()
     }
 
     /// Allowed tokens at every row of the requests under a constraint.
@@ -391,12 +401,17 @@ impl<D: Device> Engine<D> {
 
     /// Feeds the cost model and the acceptance estimates.
     fn learn(&mut self, shares: &[Share], outcomes: &[Outcome], took: Duration) {
-        let rows = outcomes.iter().filter_map(|outcome| outcome.tree.as_ref()).map(|tree| tree.rows).sum();
+        let rows = match D::RECORDS {
+            true => shares.iter().map(|share| share.rows).sum(),
+            false => outcomes.iter().filter_map(|outcome| outcome.tree.as_ref()).map(|tree| tree.rows).sum(),
+        };
+        let size = Size { requests: shares.len(), drafting: shares.iter().filter(|share| share.rows > 1).count(), rows };
         let context = shares.iter().filter_map(|share| self.active[share.request].as_ref()).map(Active::prefix).sum();
-        self.cost[self.setup.verify as usize].observe(rows, context, took.as_secs_f64() * 1e6);
-        let drafting = shares.iter().any(|share| share.rows > 1);
+        self.cost[self.setup.verify as usize].observe(size, context, took.as_secs_f64() * 1e6);
+        let drafting = size.drafting > 0;
         for (share, outcome) in shares.iter().zip(outcomes) {
             let (Some(active), Some(tree)) = (self.active[share.request].as_mut(), &outcome.tree) else { continue };
+            self.setup.observer.draft(tree, &outcome.path);
             // A request that may not draft says nothing about drafts, not even that they were not worth it.
             if let Some(context) = &mut active.context {
                 context.advance(outcome.path.len(), drafting);

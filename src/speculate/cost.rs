@@ -125,6 +125,17 @@ impl CostModel {
         }
     }
 
+    /// A round was observed elsewhere: what is known here grows older.
+    pub fn tick(&mut self) {
+        self.observed += 1;
+    }
+
+    /// Rows of the largest size ever measured.
+    pub fn largest(&self) -> Option<usize> {
+        let measured = |knot: &usize| self.cells[*knot].iter().any(|cell| cell.rounds > 0);
+        (0..KNOTS.len()).rev().find(measured).map(|knot| KNOTS[knot])
+    }
+
     /// Microseconds of a round of `rows` rows over `context` prefix tokens. For several sizes at one context, take `curve` once.
     pub fn micros(&self, rows: usize, context: usize) -> f64 {
         self.curve(context).micros(rows)
@@ -165,6 +176,15 @@ pub struct Curve {
 }
 
 impl Curve {
+    /// Takes sizes beyond `largest`, which nobody has measured, for as cheap as they can be. The prior's guess of them may be so wrong
+    /// that they were never tried; this way a single round tells.
+    pub fn hopeful_beyond(mut self, largest: Option<usize>) -> Self {
+        let Some(largest) = largest else { return self };
+        let last = self.micros[nearest_knot(largest)];
+        self.micros.iter_mut().zip(KNOTS).filter(|(_, rows)| *rows > largest).for_each(|(micros, _)| *micros = last);
+        self
+    }
+
     pub fn micros(&self, rows: usize) -> f64 {
         let above = KNOTS.partition_point(|&knot| knot < rows);
         if above == 0 {

@@ -6,7 +6,7 @@
 //! from two variances, of rounds within a request and of requests among each other (one-way analysis of variance; the weight of the
 //! others' mean is their ratio, as in James-Stein estimates).
 
-use super::auto::AutoBudget;
+use super::auto::{AutoBudget, Masses};
 use super::budget::Budget;
 use super::tree::Tree;
 
@@ -71,8 +71,9 @@ impl Population {
             let ran = if let Budget::Tree(rows) = budget { Budget::Tree(rows.min(verified as u8)) } else { budget };
             record.add(path.len() as f64 / self.mean.expected(ran));
         }
-        request.observe(budget, verified, tree, path);
-        self.mean.observe(budget, verified, tree, path);
+        let masses = Masses::of(tree);
+        request.observe_draft(budget, verified, tree, path, &masses);
+        self.mean.observe_draft(budget, verified, tree, path, &masses);
     }
 
     /// A request has ended.

@@ -26,13 +26,21 @@ pub fn options() -> EngineOptions {
 
 /// Runs `work` on an engine's own thread, loaded and warm, without serving.
 pub fn with_engine<T: Send + 'static>(options: EngineOptions, work: impl FnOnce(&mut dyn Driver) -> T + Send + 'static) -> T {
+    with_observed_engine(options, Arc::new(NoObserver), work)
+}
+
+pub fn with_observed_engine<T: Send + 'static>(
+    options: EngineOptions,
+    observer: Arc<dyn Observer>,
+    work: impl FnOnce(&mut dyn Driver) -> T + Send + 'static,
+) -> T {
     let (send, receive) = channel();
     let before_ready = Box::new(move |driver: &mut dyn Driver| {
         let _ = send.send(work(driver));
         Err("the test is over".to_string())
     });
     let prepared = Prepared::read(options).unwrap();
-    let (_handle, thread) = prepared.start(Arc::new(NoObserver), Box::new(Silent), before_ready);
+    let (_handle, thread) = prepared.start(observer, Box::new(Silent), before_ready);
     let result = receive.recv();
     let ended = thread.join();
     result.unwrap_or_else(|_| panic!("the engine ended before the test: {:?}", ended.map(|end| end.map_err(|e| e.to_string()))))

@@ -118,9 +118,7 @@ pub fn answers(case: &Case, server: &Binary) -> Result<Vec<Answer>, String> {
 fn storm(case: &Case, server: &Binary) -> Verdict {
     let alone = server.send(&case.request()).content();
     let count = case.times.unwrap_or(2000);
-    // A server that has seen this load once: buffers that rounds of many requests need for the first time are no leak.
-    leavers(case, server, count / 5);
-    freed(server)?;
+    settled(case, server, count / 5)?;
     let before = server.memory();
     for answer in leavers(case, server, count) {
         match answer.status {
@@ -135,9 +133,26 @@ fn storm(case: &Case, server: &Binary) -> Verdict {
     let aborted = aborted.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
     holds(&format!("{aborted:?} requests were counted as aborted"), aborted.is_some_and(|aborted| aborted > 0.0))?;
     let grown = server.memory() as f64 / before as f64;
-    holds(&format!("memory grew to {grown:.2} of what it was"), grown < 1.15)?;
+    holds(&format!("memory grew to {grown:.3} of what it was"), grown < SETTLED_GROWTH)?;
     let log = server.log.lock().unwrap();
     holds(&log, !log.contains("panicked"))
+}
+
+/// Most memory after a storm on a settled server, compared with before: of some 190 MB, 6 kB for each of 2,000 clients.
+const SETTLED_GROWTH: f64 = 1.06;
+
+/// Brings a server to where this load takes it at most: buffers, cache slots and the allocator's arenas are touched when rounds, and
+/// threads at the same time, first need so much, and are kept from then on. That is no leak; a leak goes on afterwards.
+fn settled(case: &Case, server: &Binary, count: usize) -> Verdict {
+    for _ in 0..6 {
+        let before = server.memory();
+        leavers(case, server, count);
+        freed(server)?;
+        if (server.memory() as f64) < 1.01 * before as f64 {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// A hundred clients at a time that leave at random moments; the answers of those that stay, every 50th.
