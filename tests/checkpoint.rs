@@ -11,6 +11,7 @@ use kdtree::model::problem::{Problem, Problems};
 use kdtree::model::progress::Silent;
 use kdtree::model::source::ModelSource;
 use kdtree::model::tensor::Cut;
+use kdtree::model::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
@@ -455,4 +456,41 @@ fn copies_of_the_targets_matrices_in_a_drafter_are_skipped() {
     let draft = DraftConfig::load(&copy.source(), &target).unwrap();
     let checkpoint = Checkpoint::open(&copy.source(), Inventory::drafter(&draft)).unwrap();
     assert_eq!(checkpoint.skipped.tensors, 1);
+}
+
+/// Reads everything of a model directory as a start does, and says what is wrong first; `None` = it waits for ever.
+fn first_problem(source: ModelSource) -> Option<String> {
+    let (send, receive) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let read = || -> Result<(), Problems> {
+            let config = TargetConfig::load(&source)?;
+            Tokenizer::load(&source)?;
+            Checkpoint::open_target(&source, &config).map(|_| ())
+        };
+        let _ = send.send(read().err().map(|problems| problems.to_string()).unwrap_or_default());
+    });
+    receive.recv_timeout(std::time::Duration::from_secs(20)).ok()
+}
+
+#[test]
+fn what_is_no_file_is_refused_by_name_and_waited_for_by_nobody() {
+    let names: Vec<String> = Copy::target().source().file_names().unwrap();
+    let read: Vec<&String> = names.iter().filter(|name| name.ends_with(".json") || name.ends_with(".safetensors")).collect();
+    assert!(read.len() > 3, "{names:?}");
+    for name in read {
+        let copy = Copy::target();
+        let path = copy.path(name);
+        fs::remove_file(&path).unwrap();
+        let without = first_problem(copy.source()).unwrap();
+        let c_path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+        // SAFETY: a path that ends with a zero byte.
+        assert_eq!(unsafe { libc::mkfifo(c_path.as_ptr(), 0o600) }, 0);
+        let found = first_problem(copy.source()).unwrap_or_else(|| panic!("{name}: a start waits for a pipe"));
+        // A file that may be absent and that nobody reads is no problem.
+        assert!(found.contains(&format!("{name}: the file: found a named pipe, wanted a regular file")) || found == without, "{found}");
+        fs::remove_file(&path).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let found = first_problem(copy.source()).unwrap();
+        assert!(found.contains(&format!("{name}: the file: found a socket, wanted a regular file")) || found == without, "{found}");
+    }
 }

@@ -210,6 +210,30 @@ fn a_full_queue_refuses_and_a_drain_finishes_what_it_took() {
 }
 
 #[test]
+fn a_client_that_leaves_the_queue_frees_its_place_at_once() {
+    let (handle, _thread, _) = start(EngineOptions { max_running: 1, max_waiting: 2, ..options() });
+    let prompt = handle.tokenizer().encode_prompt("Once upon a time");
+    let ask = |seed| {
+        let mut request = sampled(prompt.clone(), 4000, Budget::Off, seed);
+        request.stop.ignore_eos = true;
+        handle.submit(request)
+    };
+    let _running = ask(0).unwrap();
+    while (handle.running(), handle.waiting()) != (1, 0) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut waiting = vec![ask(1).unwrap(), ask(2).unwrap()];
+    assert!(matches!(ask(3).err(), Some(Refused::QueueFull { waiting: 2, .. })));
+    for seed in 4..8 {
+        waiting.remove(0);
+        assert_eq!(handle.waiting(), 1);
+        waiting.push(ask(seed).unwrap());
+        assert!(matches!(ask(3).err(), Some(Refused::QueueFull { waiting: 2, .. })));
+    }
+    assert_eq!(handle.running(), 1);
+}
+
+#[test]
 fn what_cannot_be_computed_is_refused_by_name() {
     let (handle, _thread, _) = start(EngineOptions { max_model_len: 1024, kv_tokens: 256, ..options() });
     assert!(matches!(handle.submit(greedy(vec![], 1, None)).err(), Some(Refused::Invalid(why)) if why.contains("empty")));

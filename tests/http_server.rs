@@ -273,16 +273,70 @@ fn a_full_queue_is_429_with_retry_after_and_json() {
 #[test]
 fn one_connection_too_many_is_told_so_and_a_freed_one_is_used() {
     let config = ServerConfig { port: 0, max_connections: 2, ..ServerConfig::default() };
-    let sim = start(Setup { config, ..Setup::default() }, |_| vec![say(&["</think>", "a", END])]);
-    let held: Vec<_> = (0..2).map(|_| TcpStream::connect(sim.address).unwrap()).collect();
+    let sim = start(Setup { config, ..Setup::default() }, |_| vec![say(&["</think>"]), Step::Chatter(1000, Duration::from_millis(10))]);
+    let ask = Request::post("/v1/chat/completions", &chat(json!({"stream": true})));
+    let held: Vec<_> = (1..=2)
+        .map(|count| {
+            let mut stream = TcpStream::connect(sim.address).unwrap();
+            stream.write_all(&ask.bytes(sim.address)).unwrap();
+            until("it streams", Duration::from_secs(2), || sim.engine.running() == count);
+            stream
+        })
+        .collect();
     until("the third is refused", Duration::from_secs(2), || {
         let answer = exchange(sim.address, &Request::get("/health"), Leave::Never).unwrap();
         answer.status == 503 && answer.header("retry-after").is_some()
     });
+    assert_eq!(sim.engine.running(), 2, "nobody who is served makes room");
     drop(held);
     until("served again", Duration::from_secs(2), || {
         exchange(sim.address, &Request::get("/health"), Leave::Never).is_ok_and(|a| a.status == 200)
     });
+}
+
+/// Asks for `/health` on a connection that is kept; the status, or `None` where the server has closed it.
+fn health_on(stream: &mut TcpStream) -> Option<u16> {
+    stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    stream.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").ok()?;
+    let (mut text, mut buffer) = (String::new(), [0; 4096]);
+    while !text.contains("\r\n\r\n{") {
+        match stream.read(&mut buffer) {
+            Ok(0) | Err(_) => return None,
+            Ok(count) => text.push_str(&String::from_utf8_lossy(&buffer[..count])),
+        }
+    }
+    text.split(' ').nth(1)?.parse().ok()
+}
+
+#[test]
+fn connections_without_a_request_keep_nobody_out_and_the_longest_silent_makes_room() {
+    let config = ServerConfig { port: 0, max_connections: 3, ..ServerConfig::default() };
+    let sim = start(Setup { config, ..Setup::default() }, |_| vec![say(&["</think>", "a", END])]);
+    // One says nothing at all, one half a head, and one has been answered since.
+    let silent = TcpStream::connect(sim.address).unwrap();
+    let mut half = TcpStream::connect(sim.address).unwrap();
+    half.write_all(b"GET /health HTTP/1.1\r\nHos").unwrap();
+    let mut kept = TcpStream::connect(sim.address).unwrap();
+    assert_eq!(health_on(&mut kept), Some(200));
+    let others: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = TcpStream::connect(sim.address).unwrap();
+            assert_eq!(health_on(&mut stream), Some(200), "room is made for who comes last");
+            stream
+        })
+        .collect();
+    for mut closed in [silent, half] {
+        closed.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        assert!(matches!(closed.read(&mut [0; 16]), Ok(0)), "the two that were silent longest are closed");
+    }
+    assert_eq!(health_on(&mut kept), Some(200), "who has asked since keeps its connection");
+    for mut stream in others {
+        assert_eq!(health_on(&mut stream), Some(200));
+    }
+    // However many they are.
+    let idle: Vec<_> = (0..100).map(|_| TcpStream::connect(sim.address).unwrap()).collect();
+    assert_eq!(exchange(sim.address, &Request::get("/health"), Leave::Never).unwrap().status, 200);
+    drop(idle);
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! One request while the engine works on it: what it has emitted, when it must stop, what is counted.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::context::DraftContext;
@@ -89,12 +88,12 @@ impl Active {
     /// Sends an event; a receiver that is gone shows as a cancelled request.
     fn send(&self, event: Event) {
         if self.submission.events.send(event).is_err() {
-            self.submission.cancel.store(true, Ordering::Relaxed);
+            self.submission.place.cancel();
         }
     }
 
     pub fn is_cancelled(&self) -> bool {
-        self.submission.cancel.load(Ordering::Relaxed)
+        self.submission.place.is_cancelled()
     }
 
     pub fn is_prefilling(&self) -> bool {

@@ -3,9 +3,9 @@
 //! Every accepted request gets exactly one terminal event (`Finished` or `Failed`), and dropping the stream cancels it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use super::handle::Place;
 use crate::speculate::budget::Budget;
 use crate::speculate::tree::Tree;
 
@@ -246,10 +246,10 @@ pub enum Refused {
     Dead(String),
 }
 
-/// The receiving end of one request. Dropping it cancels the request at the next round boundary.
+/// The receiving end of one request. Dropping it cancels the request at the next round boundary, and frees its place in the queue at once.
 pub struct EventStream {
     pub(crate) events: tokio::sync::mpsc::UnboundedReceiver<Event>,
-    pub(crate) cancel: Arc<AtomicBool>,
+    pub(crate) place: Arc<Place>,
 }
 
 impl EventStream {
@@ -265,7 +265,7 @@ impl EventStream {
 
     /// Asks the engine to stop this request at the next round boundary; the terminal event still arrives.
     pub fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
+        self.place.cancel();
     }
 }
 

@@ -1,11 +1,9 @@
 //! The engine as warm-up, gate and benches drive it: on its own thread, before or without the queue.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use super::contract::{Event, Finished, LayerDiff, ModelInfo, Request, Sampling, Stop};
-use super::handle::Submission;
 use super::scheduler::Engine;
 use crate::device::identity::DeviceIdentity;
 use crate::device::{Device, DeviceError, Verify};
@@ -57,8 +55,7 @@ impl<D: Device> Driver for Engine<D> {
         let mut streams = Vec::with_capacity(requests.len());
         for request in requests {
             let (events, stream) = tokio::sync::mpsc::unbounded_channel();
-            let cancel = Arc::new(AtomicBool::new(false));
-            self.push(Submission { request, events, cancel, submitted: Instant::now() });
+            self.push(request, events);
             streams.push(stream);
         }
         while !self.is_idle() {

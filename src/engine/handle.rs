@@ -27,8 +27,58 @@ pub enum Health {
 pub struct Submission {
     pub request: Request,
     pub events: UnboundedSender<Event>,
-    pub cancel: Arc<AtomicBool>,
+    pub place: Arc<Place>,
     pub submitted: Instant,
+}
+
+/// Whether a request is still wanted, and its place in the queue; its client and the engine hold it together. Whoever has enough of
+/// the queue first gives the place back: the engine by taking the request, the client by leaving.
+pub struct Place {
+    shared: Arc<Shared>,
+    cancelled: AtomicBool,
+    waiting: AtomicBool,
+}
+
+impl Place {
+    /// A place among those that wait, beyond any limit.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        shared.waiting.fetch_add(1, Ordering::Relaxed);
+        Self::counted(shared)
+    }
+
+    /// The same, `None` where `limit` wait already.
+    fn within(shared: &Arc<Shared>, limit: usize) -> Option<Self> {
+        let next = |waiting: usize| (waiting < limit).then_some(waiting + 1);
+        shared.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        Some(Self::counted(shared.clone()))
+    }
+
+    fn counted(shared: Arc<Shared>) -> Self {
+        Self { shared, cancelled: AtomicBool::new(false), waiting: AtomicBool::new(true) }
+    }
+
+    /// The client has left.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+        self.leave_queue();
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    /// It waits no longer.
+    pub fn leave_queue(&self) {
+        if self.waiting.swap(false, Ordering::Relaxed) {
+            self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.leave_queue();
+    }
 }
 
 /// Shared by every clone of the handle and the engine thread.
@@ -80,16 +130,7 @@ impl Shared {
         self.born.elapsed().saturating_sub(Duration::from_millis(self.beat.load(Ordering::Relaxed)))
     }
 
-    /// A submission was put in front of the engine.
-    pub fn joined_queue(&self) {
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// The engine took a submission out of the queue (or dropped it).
-    pub fn left_queue(&self) {
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-    }
-
+    /// Requests that the engine has not taken yet and that somebody still wants.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::Relaxed)
     }
@@ -108,6 +149,8 @@ impl Shared {
 #[derive(Clone)]
 pub struct EngineHandle {
     queue: Sender<Submission>,
+    /// Most requests that may wait.
+    limit: usize,
     shared: Arc<Shared>,
     info: Arc<ModelInfo>,
     tokenizer: Arc<Tokenizer>,
@@ -120,9 +163,10 @@ pub struct Inbox {
 }
 
 impl EngineHandle {
-    /// A handle and the engine's side of it. `queue_limit` requests may wait; one more is refused.
+    /// A handle and the engine's side of it. `queue_limit` requests may wait beside those that run or could; one more is refused.
     pub fn new(info: ModelInfo, tokenizer: Arc<Tokenizer>, queue_limit: usize) -> (Self, Inbox) {
-        let (queue, inbox) = crossbeam_channel::bounded(queue_limit.max(1));
+        // Requests whose clients have left lie in it until the engine looks; that they are many must not take memory without end.
+        let (queue, inbox) = crossbeam_channel::bounded(4 * (queue_limit.max(1) + info.max_running));
         let shared = Arc::new(Shared {
             health: Mutex::new(Health::Loading("starting".into())),
             waiting: AtomicUsize::new(0),
@@ -131,7 +175,7 @@ impl EngineHandle {
             beat: AtomicU64::new(0),
             born: Instant::now(),
         });
-        let handle = Self { queue, shared: shared.clone(), info: Arc::new(info), tokenizer };
+        let handle = Self { queue, limit: queue_limit.max(1), shared: shared.clone(), info: Arc::new(info), tokenizer };
         (handle, Inbox { queue: inbox, shared })
     }
 
@@ -144,19 +188,15 @@ impl EngineHandle {
             Health::Dead(why) => return Err(Refused::Dead(why)),
         }
         self.check(&request)?;
+        let full = || Refused::QueueFull { waiting: self.shared.waiting(), retry_after: Duration::from_secs(1) };
+        let free = self.info.max_running.saturating_sub(self.shared.running());
+        let place = Arc::new(Place::within(&self.shared, self.limit + free).ok_or_else(full)?);
         let (events, stream) = tokio::sync::mpsc::unbounded_channel();
-        let cancel = Arc::new(AtomicBool::new(false));
-        let submission = Submission { request, events, cancel: cancel.clone(), submitted: Instant::now() };
-        self.shared.joined_queue();
+        let submission = Submission { request, events, place: place.clone(), submitted: Instant::now() };
         match self.queue.try_send(submission) {
-            Ok(()) => Ok(EventStream { events: stream, cancel }),
-            Err(error) => {
-                self.shared.left_queue();
-                Err(match error {
-                    TrySendError::Full(_) => Refused::QueueFull { waiting: self.shared.waiting(), retry_after: Duration::from_secs(1) },
-                    TrySendError::Disconnected(_) => Refused::Dead("the engine thread has ended".into()),
-                })
-            }
+            Ok(()) => Ok(EventStream { events: stream, place }),
+            Err(TrySendError::Full(_)) => Err(full()),
+            Err(TrySendError::Disconnected(_)) => Err(Refused::Dead("the engine thread has ended".into())),
         }
     }
 

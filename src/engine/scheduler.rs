@@ -5,11 +5,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::mpsc::UnboundedSender;
+
 use super::active::{Active, End};
 use super::context::{DraftContext, Kept};
-use super::contract::{Event, Failure, FailureKind, FinishReason, LayerDiff, ModelInfo, Observer, RoundReport, RoundTrace};
+use super::contract::{Event, Failure, FailureKind, FinishReason, LayerDiff, ModelInfo, Observer, Request, RoundReport, RoundTrace};
 use super::executor::{Chunk, Command};
-use super::handle::{Health, Inbox, Submission};
+use super::handle::{Health, Inbox, Place, Submission};
 use super::options::slots_of_request;
 use crate::cache::slots::Slots;
 use crate::device::identity::DeviceIdentity;
@@ -142,10 +144,6 @@ impl<D: Device> Engine<D> {
     fn collect(&mut self) -> bool {
         let idle = self.is_idle();
         loop {
-            // A queue longer than what can run stays in the channel, so that its limit means something.
-            if self.waiting.len() >= self.setup.limits.requests {
-                return true;
-            }
             let received = if idle && self.waiting.is_empty() {
                 match self.inbox.queue.recv_timeout(IDLE) {
                     Ok(submission) => Some(submission),
@@ -167,9 +165,9 @@ impl<D: Device> Engine<D> {
     }
 
     /// Puts a request in without the queue: the gate's and warm-up's way.
-    pub fn push(&mut self, submission: Submission) {
-        self.inbox.shared.joined_queue();
-        self.waiting.push_back(submission);
+    pub fn push(&mut self, request: Request, events: UnboundedSender<Event>) {
+        let place = Arc::new(Place::new(self.inbox.shared.clone()));
+        self.waiting.push_back(Submission { request, events, place, submitted: Instant::now() });
     }
 
     /// One step: admissions, at most one prompt chunk, at most one round.
@@ -184,11 +182,11 @@ impl<D: Device> Engine<D> {
 
     fn drop_cancelled(&mut self) {
         let stopping = self.inbox.shared.stop_requested();
-        let cancelled = |submission: &Submission| stopping || submission.cancel.load(std::sync::atomic::Ordering::Relaxed);
+        let cancelled = |submission: &Submission| stopping || submission.place.is_cancelled();
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.waiting).into_iter().partition(cancelled);
         self.waiting = kept;
         for submission in gone {
-            self.inbox.shared.left_queue();
+            submission.place.leave_queue();
             let _ = submission.events.send(Event::Finished(super::contract::Finished::aborted(submission.request.prompt.len())));
         }
         for request in 0..self.active.len() {
@@ -205,7 +203,7 @@ impl<D: Device> Engine<D> {
             let tokens = next.request.prompt.len() + next.request.max_tokens as usize;
             let Some(lease) = self.slots.take(slots_of_request(tokens)) else { break };
             let Some(submission) = self.waiting.pop_front() else { break };
-            self.inbox.shared.left_queue();
+            submission.place.leave_queue();
             let budget = submission.request.budget.unwrap_or(self.setup.budget);
             let context = (budget.drafts() && self.setup.limits.block > 1).then(|| DraftContext::new(request, self.ranks.kept_taps()));
             let active = Active::new(submission, lease, budget, context, self.population.request(), &self.setup.info.stop_ids);

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::store;
+use crate::model::source::open_regular;
 
 const FILE: &str = "hashes.json";
 
@@ -80,7 +81,8 @@ impl Hashes {
         let context = || format!("hashing {}", path.display());
         // Models in a store are reached by links: the real path says which file it is.
         let name = path.canonicalize().with_context(context)?.display().to_string();
-        let file = File::open(path).with_context(context)?;
+        let file =
+            open_regular(path).with_context(context)?.map_err(|other| anyhow::anyhow!("{}: found {other}, wanted a file", context()))?;
         let stamp = Stamp::of(&file.metadata().with_context(context)?);
         if let Some(known) = self.0.get(&name).filter(|known| known.stamp == stamp) {
             done.fetch_add(stamp.size, Ordering::Relaxed);

@@ -1,9 +1,10 @@
 //! Where a model's files come from: a directory (memory-mapped) or the binary itself. Everything that reads model files goes through here.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, FileType, OpenOptions};
 use std::io;
 use std::ops::Deref;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -120,18 +121,36 @@ impl fmt::Display for ModelSource {
     }
 }
 
+/// Opens a file for reading, or says what stands there instead. Opening a pipe in the ordinary way would wait until somebody writes to it.
+///
+/// # Errors
+/// There is nothing of this name, or it may not be read.
+pub fn open_regular(path: &Path) -> io::Result<Result<File, &'static str>> {
+    let other = |kind: FileType| match kind {
+        kind if kind.is_dir() => "a directory",
+        kind if kind.is_fifo() => "a named pipe",
+        kind if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    // A socket cannot be opened at all, so the name is asked first; what was opened is asked again, since the name may have moved on.
+    let kind = std::fs::metadata(path)?.file_type();
+    if !kind.is_file() {
+        return Ok(Err(other(kind)));
+    }
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let kind = file.metadata()?.file_type();
+    Ok(if kind.is_file() { Ok(file) } else { Err(other(kind)) })
+}
+
 fn map_file(directory: &Path, name: &str) -> Result<Option<FileBytes>, Problem> {
     let unreadable = |error: io::Error| Problem::new(name, "the file", error, format!("a readable file in {}", directory.display()));
-    let file = match File::open(directory.join(name)) {
-        Ok(file) => file,
+    let file = match open_regular(&directory.join(name)) {
+        Ok(Ok(file)) => file,
+        Ok(Err(other)) => return Err(Problem::new(name, "the file", other, "a regular file")),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(None),
         Err(error) => return Err(unreadable(error)),
     };
-    let metadata = file.metadata().map_err(unreadable)?;
-    if !metadata.is_file() {
-        return Err(Problem::new(name, "the file", "a directory or device", "a regular file"));
-    }
-    if metadata.len() == 0 {
+    if file.metadata().map_err(unreadable)?.len() == 0 {
         return Ok(Some(FileBytes::Static(&[])));
     }
     // SAFETY: the map is read-only and model files are not changed while a server runs on them; the operator who truncates one under a

@@ -19,7 +19,7 @@ pub struct ServerConfig {
     pub api_key_file: Option<PathBuf>,
     /// Whether `/metrics` is open without a key, for scrapers inside the network.
     pub open_metrics: bool,
-    /// Open connections; one more is answered 503 and closed.
+    /// Open connections. For one more, the one that has waited longest for a request is closed; where all have one, it is answered 503.
     pub max_connections: usize,
     /// Largest request body, in bytes.
     pub max_body_bytes: usize,

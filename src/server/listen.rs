@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
@@ -15,9 +16,11 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::config::ServerConfig;
 use super::http::Body;
+use super::idle::{Answer, Line};
 use super::metrics::ServerMetrics;
 use super::routes;
 use super::stall::StallGuard;
@@ -58,27 +61,44 @@ pub(super) async fn accept(listener: &TcpListener, app: &Arc<App>, graceful: &Gr
                 continue;
             }
         };
-        let Ok(permit) = app.connections.clone().try_acquire_owned() else {
+        let Some(permit) = admit(app).await else {
             app.metrics.connection_refused();
             tokio::spawn(turn_away(stream));
             continue;
         };
         let _ = stream.set_nodelay(true);
         let guard = ConnectionGauge::new(app.metrics.clone());
-        let connection = serve_connection(stream, app.clone());
+        let line = Arc::new(Line::new(app.idle.clone()));
+        let connection = serve_connection(stream, app.clone(), line.clone());
         let watched = graceful.watch(connection);
         tokio::spawn(async move {
-            // Errors here are clients that left or spoke no HTTP; hyper has answered what could be answered.
-            if let Err(error) = watched.await {
-                tracing::debug!(%error, "connection ended");
+            tokio::select! {
+                // Errors here are clients that left or spoke no HTTP; hyper has answered what could be answered.
+                ended = watched => if let Err(error) = ended {
+                    tracing::debug!(%error, "connection ended");
+                },
+                () = line.told_to_close() => tracing::debug!("a connection without a request made room"),
             }
             drop((permit, guard));
         });
     }
 }
 
+/// Room for one connection more, made by the one that has waited longest for a request where there is none. `None`: all are busy.
+async fn admit(app: &App) -> Option<OwnedSemaphorePermit> {
+    let permits = app.connections.clone();
+    match permits.clone().try_acquire_owned() {
+        Ok(permit) => Some(permit),
+        Err(_) if app.idle.make_room() => tokio::time::timeout(CLOSING, permits.acquire_owned()).await.ok()?.ok(),
+        Err(_) => None,
+    }
+}
+
+/// A connection told to close does nothing but that.
+const CLOSING: Duration = Duration::from_secs(1);
+
 /// What a connection calls for each of its requests.
-struct Answering(Arc<App>);
+struct Answering(Arc<App>, Arc<Line>);
 
 impl Service<Request<Incoming>> for Answering {
     type Response = Response<Body>;
@@ -86,14 +106,16 @@ impl Service<Request<Incoming>> for Answering {
     type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let app = self.0.clone();
-        Box::pin(async move { Ok(routes::answer(app, request).await) })
+        let Self(app, line) = self;
+        let (app, line) = (app.clone(), line.clone());
+        line.request();
+        Box::pin(async move { Ok(routes::answer(app, request).await.map(|body| Answer { body, line }.boxed_unsync())) })
     }
 }
 
-fn serve_connection(stream: TcpStream, app: Arc<App>) -> http1::Connection<TokioIo<StallGuard>, Answering> {
+fn serve_connection(stream: TcpStream, app: Arc<App>, line: Arc<Line>) -> http1::Connection<TokioIo<StallGuard>, Answering> {
     let config = app.config.clone();
-    let io = TokioIo::new(StallGuard::new(stream, config.write_timeout()));
+    let io = TokioIo::new(StallGuard::new(stream, config.write_timeout(), line.clone()));
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
@@ -101,7 +123,7 @@ fn serve_connection(stream: TcpStream, app: Arc<App>) -> http1::Connection<Tokio
         .max_buf_size(config.max_header_bytes.max(8192))
         .max_headers(100)
         .keep_alive(true);
-    builder.serve_connection(io, Answering(app))
+    builder.serve_connection(io, Answering(app, line))
 }
 
 /// Tells one client too many so, without reading from it and without waiting for it.

@@ -14,6 +14,7 @@ mod fields;
 mod generation;
 pub mod grammar;
 mod http;
+mod idle;
 mod listen;
 pub mod metrics;
 mod openai;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -9,17 +10,21 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
 
+use super::idle::Line;
+
 /// A TCP stream whose writes fail with `TimedOut` once no byte could be written for `limit`.
 pub struct StallGuard {
     stream: TcpStream,
     limit: Duration,
+    /// Told when everything written has left.
+    line: Arc<Line>,
     /// Runs only while a write waits.
     waiting: Option<Pin<Box<Sleep>>>,
 }
 
 impl StallGuard {
-    pub fn new(stream: TcpStream, limit: Duration) -> Self {
-        Self { stream, limit, waiting: None }
+    pub fn new(stream: TcpStream, limit: Duration, line: Arc<Line>) -> Self {
+        Self { stream, limit, line, waiting: None }
     }
 
     fn judge<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
@@ -59,6 +64,10 @@ impl AsyncWrite for StallGuard {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.stream).poll_flush(cx);
+        // The protocol flushes once it has no unwritten bytes left.
+        if matches!(result, Poll::Ready(Ok(()))) {
+            self.line.flushed();
+        }
         self.judge(cx, result)
     }
 
@@ -79,7 +88,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _silent = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let mut guarded = StallGuard::new(stream, Duration::from_millis(50));
+        let mut guarded = StallGuard::new(stream, Duration::from_millis(50), Arc::new(Line::new(Arc::default())));
         let block = vec![0u8; 1 << 20];
         let error = loop {
             if let Err(error) = guarded.write_all(&block).await {

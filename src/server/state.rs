@@ -10,6 +10,7 @@ use tokio::sync::Semaphore;
 use super::auth::Keys;
 use super::config::ServerConfig;
 use super::grammar::Grammars;
+use super::idle::IdleConnections;
 use super::metrics::ServerMetrics;
 use crate::cache::slots::BLOCK;
 use crate::engine::handle::EngineHandle;
@@ -30,6 +31,8 @@ pub struct App {
     pub created: u64,
     /// One permit for each connection that may be open.
     pub connections: Arc<Semaphore>,
+    /// Those of them on which nothing is asked.
+    pub idle: Arc<IdleConnections>,
     /// One permit for each grammar that may be compiled at a time.
     pub compiling: Arc<Semaphore>,
     /// Becomes true when the engine thread is gone.
@@ -59,6 +62,7 @@ impl App {
             certificate,
             created: unix_now(),
             connections,
+            idle: Arc::default(),
             compiling,
             dead: tokio::sync::watch::Sender::new(false),
             ids: Ids::new(),

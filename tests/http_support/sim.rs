@@ -130,7 +130,7 @@ impl Player {
                 Err(crossbeam_channel::RecvTimeoutError::Timeout) => continue,
                 Err(crossbeam_channel::RecvTimeoutError::Disconnected) => return,
             };
-            inbox.shared.left_queue();
+            submission.place.leave_queue();
             inbox.shared.set_running(busy.fetch_add(1, Ordering::SeqCst) + 1);
             self.seen.requests.lock().unwrap().push((submission.request.prompt.clone(), submission.request.max_tokens));
             let steps = (self.script)(&submission.request);
@@ -203,7 +203,7 @@ impl Voice {
     }
 
     fn is_cancelled(&self) -> bool {
-        self.submission.cancel.load(Ordering::Relaxed)
+        self.submission.place.is_cancelled()
     }
 
     fn sleep(&self, time: Duration) {

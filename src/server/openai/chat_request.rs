@@ -165,7 +165,8 @@ impl ChatRequest {
         let tools = tools(fields)?;
         let choice = tool_choice(fields, &tools)?;
         let prompt = render::prompt(app, fields)?;
-        let room = common.room(prompt.ids.len(), info.max_model_len, app.request_slots())?;
+        let mut room = common.room(prompt.ids.len(), info.max_model_len, app.request_slots())?;
+        common.fit_logprobs("top_logprobs", logprobs, std::slice::from_mut(&mut room))?;
         common.check_prompt_logprobs(common.prompt_logprobs, prompt.ids.len())?;
         Ok(Self { common, prompt, tools, choice, parallel, format, logprobs, include_reasoning, room })
     }

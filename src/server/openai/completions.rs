@@ -65,16 +65,12 @@ impl CompletionRequest {
         }
         let slots = app.request_slots();
         let room = |prompt: &Prompt| common.room(prompt.ids.len(), info.max_model_len, slots).map_err(|error| error.with_param("prompt"));
-        let rooms = prompts.iter().map(room).collect::<Result<_, _>>()?;
+        let mut rooms = prompts.iter().map(room).collect::<Result<Vec<_>, _>>()?;
+        let logprobs = fields.integer("logprobs", 0..=super::params::MAX_TOP_LOGPROBS)?.map(|k| k as u32);
+        common.fit_logprobs("logprobs", logprobs, &mut rooms)?;
         let tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
-        let request = Self {
-            nothing: common.max_tokens == Some(0),
-            echo: fields.bool("echo")?.unwrap_or(false),
-            logprobs: fields.integer("logprobs", 0..=super::params::MAX_TOP_LOGPROBS)?.map(|k| k as u32),
-            common,
-            prompts,
-            rooms,
-        };
+        let request =
+            Self { nothing: common.max_tokens == Some(0), echo: fields.bool("echo")?.unwrap_or(false), logprobs, common, prompts, rooms };
         request.common.check_prompt_logprobs(request.prompt_logprobs(), tokens)?;
         Ok(request)
     }

@@ -18,6 +18,8 @@ const MAX_BIASES: usize = 1024;
 pub const MAX_TOP_LOGPROBS: i64 = 20;
 /// Most log-probabilities of prompt tokens in one answer, which is held in memory until it is complete: about 200 bytes each.
 const MAX_PROMPT_LOGPROBS: u64 = 4 << 20;
+/// The same of generated tokens, about 250 bytes each with the JSON they become. An answer that is streamed holds none.
+const MAX_LOGPROBS: u64 = 1 << 20;
 
 /// What completions and chat have in common.
 #[derive(Clone, Debug)]
@@ -112,6 +114,30 @@ impl Common {
              {MAX_PROMPT_LOGPROBS}."
         );
         Err(ApiError::invalid("prompt_logprobs", message))
+    }
+
+    /// Keeps the log-probabilities of generated tokens, `asked` alternatives beside each, within what an answer that is not streamed can
+    /// hold. `rooms`: most tokens of a choice, by prompt; where the request leaves that open, they are cut. `param`: the field that asks.
+    ///
+    /// # Errors
+    /// The request itself wants more.
+    pub fn fit_logprobs(&self, param: &str, asked: Option<u32>, rooms: &mut [u32]) -> Result<(), ApiError> {
+        let Some(top) = asked.filter(|_| !self.stream) else { return Ok(()) };
+        let each = (self.n as u64).saturating_mul(u64::from(top) + 1);
+        let wanted = rooms.iter().map(|&room| u64::from(room)).sum::<u64>().saturating_mul(each);
+        if wanted <= MAX_LOGPROBS {
+            return Ok(());
+        }
+        let cut = MAX_LOGPROBS / each.saturating_mul(rooms.len() as u64);
+        if self.max_tokens.is_none() && cut >= u64::from(self.min_tokens.max(1)) {
+            rooms.iter_mut().for_each(|room| *room = (*room).min(cut as u32));
+            return Ok(());
+        }
+        let message = format!(
+            "{wanted} log-probabilities of generated tokens (max_tokens times choices times alternatives and the token itself) are too many \
+             for an answer in one piece: wanted at most {MAX_LOGPROBS}. Lower max_tokens, n or {param}, or set stream = true."
+        );
+        Err(ApiError::invalid(param, message))
     }
 
     /// The seed of choice `index`: the request's own for the first, mixed ones for the others.
@@ -346,6 +372,21 @@ mod tests {
             let error = choices(n).check_prompt_logprobs(Some(top), tokens).unwrap_err();
             assert_eq!((error.status.as_u16(), error.param.as_deref()), (400, Some("prompt_logprobs")));
         }
+    }
+
+    #[test]
+    fn log_probabilities_of_an_answer_in_one_piece_are_limited_and_an_open_length_is_cut_to_them() {
+        let fit = |body: Value, mut rooms: Vec<u32>| parse(body)?.fit_logprobs("top_logprobs", Some(20), &mut rooms).map(|()| rooms);
+        assert_eq!(fit(json!({"n": 6, "max_tokens": 8192}), vec![8192]), Ok(vec![8192]));
+        assert_eq!(fit(json!({"n": 128, "max_tokens": 8192, "stream": true}), vec![8192]), Ok(vec![8192]));
+        assert_eq!(fit(json!({"n": 128}), vec![8192]), Ok(vec![390]));
+        assert_eq!(fit(json!({}), vec![1 << 18, 100]), Ok(vec![24_966, 100]));
+        for body in [json!({"n": 128, "max_tokens": 8192}), json!({"n": 128, "min_tokens": 400})] {
+            let error = fit(body, vec![8192]).unwrap_err();
+            assert_eq!((error.status.as_u16(), error.param.as_deref()), (400, Some("top_logprobs")));
+            assert!(error.message.contains("22020096") && error.message.contains("Lower max_tokens, n or"), "{}", error.message);
+        }
+        assert!(parse(json!({"n": 128})).unwrap().fit_logprobs("logprobs", None, &mut [u32::MAX]).is_ok());
     }
 
     #[test]
