@@ -100,20 +100,22 @@ template <int NT> __device__ __forceinline__ void step_product(float (&d)[NT][4]
   }
 }
 
-// BUILT: the block makes the list by itself.
-template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const GateUp& p) {
+// Where the list comes from: memory; the block makes it by itself; or each warp does, of a row alone.
+enum Source { READ, BUILT, ALONE };
+template <int NT, Source LIST, int DEPTH = UP_DEPTH> __device__ __forceinline__ void gate_up(const GateUp& p) {
   constexpr bool AHEAD = NT < 4;  // activations are loaded while the next weights are waited for
   extern __shared__ __align__(128) uint8_t shared[];  // the warps' rings, then sums [2][warp][NT][32]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = warp * p.slice, count = max(0, min(p.slice, p.steps - begin));
-  const uint32_t ring = smem_addr(shared) + warp * UP_DEPTH * STEP_BYTES;
-  float4* sums = reinterpret_cast<float4*>(shared + WARPS * UP_DEPTH * STEP_BYTES);
+  const uint32_t ring = smem_addr(shared) + warp * DEPTH * STEP_BYTES;
+  float4* sums = reinterpret_cast<float4*>(shared + WARPS * DEPTH * STEP_BYTES);
   Building& building = *reinterpret_cast<Building*>(sums);
-  __shared__ Entry entry_of[BUILT ? BUILT_PLACES : 1];
-  __shared__ int order[BUILT ? BUILT_PLACES : 1];
+  constexpr int HELD = LIST == BUILT ? BUILT_PLACES : LIST == ALONE ? WARPS * 32 : 1;  // places of the list, each warp its own where it makes it
+  __shared__ Entry entry_of[HELD];
+  __shared__ int order[HELD];
   Lists lists(p.list, p.places);
-  if (BUILT) lists.entry = entry_of, lists.order = order;
-  const bool whole = BUILT || p.k % STEP == 0;
+  if (LIST != READ) lists.entry = entry_of + (LIST == ALONE ? warp * 32 : 0), lists.order = order + (LIST == ALONE ? warp * 32 : 0);
+  const bool whole = LIST == BUILT || p.k % STEP == 0;
   const int64_t tile_bytes = static_cast<int64_t>(p.steps) * STEP_BYTES;
 
   Rows<NT> rows;
@@ -133,7 +135,9 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
         let_successor_start();
       }
       uint32_t entries = 0;
-      if (BUILT) {
+      if (LIST == ALONE) {
+        if (round == BEGIN) entries = list_alone(lists, p.top_k, lane);
+      } else if (LIST == BUILT) {
         start_building(building);
         __syncthreads();
         entries = build_list(building, lists.ids, round == CODE ? 0 : p.rows, p.top_k, order, [&](int at, int expert, int first, int count) { entry_of[at] = {expert, first, count, 0}; });
@@ -144,10 +148,10 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
         const uint32_t items = entries * p.tiles;
         first = items * blockIdx.x / gridDim.x, end = items * (blockIdx.x + 1) / gridDim.x;
         item = first, tile = first % p.tiles, at_entry = first / p.tiles;
-        slot = ring, free_slot = ring + (UP_DEPTH - 1) * STEP_BYTES;
+        slot = ring, free_slot = ring + (DEPTH - 1) * STEP_BYTES;
         stream.begin(lists.entry + at_entry, tile, count > 0 ? end - first : 0);
 #pragma unroll 1
-        for (int i = 0; i < UP_DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
+        for (int i = 0; i < DEPTH - 1; ++i) stream.next(ring + i * STEP_BYTES, lane);
       }
     }
     if (round != CODE && item >= end) break;
@@ -171,12 +175,12 @@ template <int NT, bool BUILT> __device__ __forceinline__ void gate_up(const Gate
     const int count_now = round == CODE ? min(count, 1) : count;
     float d[NT][4] = {};
     for (int step = 0; step < count_now; ++step) {
-      copies_wait<UP_DEPTH - 2>();
+      copies_wait<DEPTH - 2>();
       __syncwarp();
       const Step s = read_step(slot, lane);
       stream.next(free_slot, lane);  // read in the round before
       free_slot = slot;
-      slot = slot == ring + (UP_DEPTH - 1) * STEP_BYTES ? ring : slot + STEP_BYTES;
+      slot = slot == ring + (DEPTH - 1) * STEP_BYTES ? ring : slot + STEP_BYTES;
       if (!AHEAD) rows.load(x, (begin + step) * STEP, p.k, whole);
       step_product<NT>(d, s, x);
       if (AHEAD) rows.load(x, (begin + (step + 1 < count ? step + 1 : 0)) * STEP, p.k, whole);
@@ -406,10 +410,11 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
 extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_8(const __grid_constant__ DownSum p) { down_sum<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_16(const __grid_constant__ DownSum p) { down_sum<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_32(const __grid_constant__ DownSum p) { down_sum<4>(p); }
-extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1, false>(p); }
-extern "C" __global__ void __launch_bounds__(256, 3) gate_up_built(const __grid_constant__ GateUp p) { gate_up<1, true>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2, false>(p); }
-extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4, false>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1, READ>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_built(const __grid_constant__ GateUp p) { gate_up<1, BUILT>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_alone(const __grid_constant__ GateUp p) { gate_up<1, ALONE, 3>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2, READ>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4, READ>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) down_16(const __grid_constant__ Down p) { down<2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) down_32(const __grid_constant__ Down p) { down<4>(p); }

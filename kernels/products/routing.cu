@@ -104,7 +104,7 @@ __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int
     lists.ids[row * p.top_k + lane] = id;
     lists.weights[row * p.top_k + lane] = chosen / sum * p.scaling;
   }
-  if (p.rows > 1 || code) return;
+  if (p.rows > 1 || p.built || code) return;
   // A row alone: its choices by ascending id are the list.
   int before = 0;
   for (int i = 0; i < p.top_k; ++i) before += static_cast<uint32_t>(__shfl_sync(~0u, id, i)) < static_cast<uint32_t>(id);

@@ -73,3 +73,14 @@ __device__ __forceinline__ int build_list(Building& b, const int* ids, int rows,
   __syncthreads();
   return all >> 16;
 }
+
+// The list of a row alone: its choices by ascending expert. `lists.entry` and `lists.order` are the warp's own, in shared memory. Returns how
+// many entries there are.
+__device__ __forceinline__ int list_alone(const Lists& lists, int top_k, int lane) {
+  const int id = lane < top_k ? __ldcg(lists.ids + lane) : -1;
+  int before = 0;
+  for (int i = 0; i < top_k; ++i) before += static_cast<uint32_t>(__shfl_sync(~0u, id, i)) < static_cast<uint32_t>(id);
+  if (id >= 0) lists.order[before] = lane, lists.entry[before] = {id, before, 1, 0};
+  __syncwarp();
+  return __popc(__ballot_sync(~0u, id >= 0));
+}

@@ -26,6 +26,8 @@ const TOGETHER: usize = 64;
 pub(super) const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
 const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
+/// The same of the first product for a row alone.
+const ALONE_RINGS: usize = WARPS * 3 * STEP_BYTES;
 const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
 /// The same of the second product where it sums up by itself, and the rows that its kernels take, with eight choices each.
 const SUM_RINGS: usize = WARPS * 4 * STEP_BYTES;
@@ -235,12 +237,13 @@ impl CudaDevice {
             return Ok(inner);
         }
         let mut parameters = self.gate_up(experts, [x, factors], inner, list, top_k);
-        let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles) as u32);
-        let shared = UP_RINGS + 2 * WARPS * (list.rows_per_entry / 8) * 512;
-        let kernel = match list.built && list.rows > 1 {
-            true => &self.products.gate_up_built,
-            false => &self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3],
+        let (kernel, rings) = match (list.built, list.rows) {
+            (true, 1) => (&self.products.gate_up_alone, ALONE_RINGS),
+            (true, _) => (&self.products.gate_up_built, UP_RINGS),
+            (false, _) => (&self.products.gate_up[list.rows_per_entry.ilog2() as usize - 3], UP_RINGS),
         };
+        let grid = (list.blocks_per_multiprocessor() * gpu.sms).min((list.entries * tiles) as u32);
+        let shared = rings + 2 * WARPS * (list.rows_per_entry / 8) * 512;
         // SAFETY: `GateUp` mirrors the kernel's struct; scratch has room for every place the list can have.
         unsafe { enqueue_struct(gpu, kernel, (grid, 1, 1), 256, shared, 1, &mut parameters)? };
         Ok(inner)

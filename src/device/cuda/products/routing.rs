@@ -122,8 +122,7 @@ impl CudaDevice {
             scaling: router.scaling,
             uniform: i32::from(self.products.uniform_routing.get()),
             layer: int(router.layer),
-            // A row alone makes its list on the way.
-            built: i32::from(router.built && bound > 1),
+            built: i32::from(router.built),
             unused: 0,
         };
         // SAFETY: `Routing` mirrors the kernel's struct; the list has room for every choice of the bound.
