@@ -36,7 +36,7 @@ fn spills_allowed(target: &str, kernel: &str) -> u32 {
 fn dynamic_of_product(kernel: &str) -> u32 {
     let starts = |names: &[&str]| names.iter().any(|name| kernel.starts_with(name));
     match kernel {
-        _ if kernel == "gate_up_built" || starts(&["down_sum_"]) => MAX_SHARED_SUM,
+        _ if starts(&["gate_up_built", "gate_up_alone"]) || starts(&["down_sum_"]) => MAX_SHARED_SUM,
         _ if starts(&["wide_", "gate_up_many_", "down_many"]) => 0,
         _ if starts(&["dense_", "one_", "few_", "gate_up_", "down_"]) => MAX_SHARED,
         _ => 0,

@@ -31,22 +31,28 @@ __device__ void absorb(const float* q, const __nv_bfloat16* kv_b, const uint32_t
   copy_commit();
   let_successor_start();
   wait_for_predecessor();
+  // Everything is asked for at once: rows that are not live are loaded too, and taken as zeros.
   const int live = min(static_cast<int>(counts[0]), rows);
+  constexpr int kTurned = kRows * kRope / 2 / kThreads;  // rotated pairs of a thread
+  const auto turned_row = [&](int i) { return row0 + (i * kThreads + static_cast<int>(threadIdx.x)) / (kRope / 2); };
+  float2 turned[kTurned] = {};
+#pragma unroll
+  for (int i = 0; i < kTurned; ++i)
+    if (blockIdx.x == 0 && turned_row(i) < rows)
+      turned[i] = reinterpret_cast<const float2*>(q + (static_cast<int64_t>(turned_row(i)) * heads + head) * kQuery + kNope)[threadIdx.x % (kRope / 2)];
+#pragma unroll 4
   for (int i = threadIdx.x; i < kRows * kNope / 4; i += kThreads) {
     const int row = i / (kNope / 4), column = 4 * (i % (kNope / 4));
     float4 x = make_float4(0, 0, 0, 0);
-    if (row0 + row < live) x = *reinterpret_cast<const float4*>(q + (static_cast<int64_t>(row0 + row) * heads + head) * kQuery + column);
+    if (row0 + row < rows) x = *reinterpret_cast<const float4*>(q + (static_cast<int64_t>(row0 + row) * heads + head) * kQuery + column);
+    if (row0 + row >= live) x = make_float4(0, 0, 0, 0);
     *reinterpret_cast<uint2*>(&a[row][column]) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
   }
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < kRows * kRope / 2; i += kThreads) {
-      const int row = row0 + i / (kRope / 2), pair = i % (kRope / 2);
-      if (row >= rows) break;
-      const int64_t at = static_cast<int64_t>(row) * heads + head;
-      const float2 x = row < live ? reinterpret_cast<const float2*>(q + at * kQuery + kNope)[pair] : make_float2(0, 0);
-      reinterpret_cast<uint32_t*>(out + at * kRow + kLatent)[pair] = pack_bf16(x.x, x.y);
-    }
-  }
+#pragma unroll
+  for (int i = 0; i < kTurned; ++i)
+    if (blockIdx.x == 0 && turned_row(i) < rows)
+      reinterpret_cast<uint32_t*>(out + (static_cast<int64_t>(turned_row(i)) * heads + head) * kRow + kLatent)[threadIdx.x % (kRope / 2)] =
+          turned_row(i) < live ? pack_bf16(turned[i].x, turned[i].y) : 0;
   copy_wait<0>();
   __syncthreads();
 
@@ -102,10 +108,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   let_successor_start();
   wait_for_predecessor();
-  const int live = min(static_cast<int>(counts[0]), rows);
+  const int live = min(static_cast<int>(counts[0]), rows);  // asked for together with the rows
   for (int i = threadIdx.x; i < 16 * kLatent / 8; i += kThreads) {
     const int row = i / (kLatent / 8), chunk = i % (kLatent / 8);
-    const bool present = row0 + row < live;
+    const bool present = row0 + row < rows;
     const int64_t from = static_cast<int64_t>(present ? row0 + row : 0) * heads + head;
     copy16(smem_addr(&a[row][8 * chunk]), latents + from * kLatent + 8 * chunk, present);
   }
@@ -131,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int row = i / kValues, value = i % kValues;
     if (row0 + row >= rows) continue;
     const float sum = (parts[0][row][value] + parts[1][row][value]) + (parts[2][row][value] + parts[3][row][value]);
-    out[(static_cast<int64_t>(row0 + row) * heads + head) * kValue + value0 + value] = sum;
+    out[(static_cast<int64_t>(row0 + row) * heads + head) * kValue + value0 + value] = row0 + row < live ? sum : 0;
   }
 }
 

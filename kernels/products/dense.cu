@@ -6,12 +6,11 @@
 #include "cluster.cuh"
 #include "dense.cuh"
 
-constexpr int RING_BYTES = 8192;  // of a warp
-
 // What a block works on: MT tiles of 16 weight rows x NT tiles of 8 activation rows; a warp of it has a slice of k, and a ring in shared
 // memory. grid (cluster, chunks of 8 NT rows, MT tiles each of the jobs)
 template <int NT, int MT> struct Block {
-  static constexpr int UNIT_BYTES = MT * 1024, DEPTH = RING_BYTES / UNIT_BYTES;
+  // A warp's ring: more weights on their way only stand in the way of activations. (The largest block has one register too few for less.)
+  static constexpr int UNIT_BYTES = MT * 1024, RING_BYTES = MT * NT == 8 ? 8192 : 4096, DEPTH = RING_BYTES / UNIT_BYTES;
   const Job& job;
   int lane, warp, cluster, group, first_row, tile, begin, count;
   uint32_t ring;

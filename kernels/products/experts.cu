@@ -8,7 +8,7 @@
 #include "norm.cuh"
 
 // Slots of a warp's ring. The first product keeps more of shared memory for L1, where its activations stay.
-constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 4, DOWN_DEPTH = 6;
+constexpr int WARPS = 8, UNITS = STEP / UNIT, UP_DEPTH = 3, DOWN_DEPTH = 6;
 
 // Up to 32 rows: down of all choices (up to eight a row, in entries of up to eight rows), the shared expert's, and the weighted sum, in
 // one launch. `k` must be a multiple of two steps.
@@ -136,7 +136,11 @@ template <int NT, Source LIST, int DEPTH = UP_DEPTH> __device__ __forceinline__ 
       }
       uint32_t entries = 0;
       if (LIST == ALONE) {
-        if (round == BEGIN) entries = list_alone(lists, p.top_k, lane);
+        // Its activations before all weights: they would wait behind them.
+        rows.at[0] = (round == CODE ? reinterpret_cast<const uint16_t*>(p.weights) : p.x) + t * 8;
+        rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
+        factor[0][0] = factor[0][1] = round != CODE && p.factors ? p.factors[0] * SCALED : SCALED;
+        entries = list_alone(lists, round == CODE ? 0 : p.top_k, lane);
       } else if (LIST == BUILT) {
         start_building(building);
         __syncthreads();
@@ -158,7 +162,7 @@ template <int NT, Source LIST, int DEPTH = UP_DEPTH> __device__ __forceinline__ 
     if (round != NEXT || tile == 0) {
       if (round != CODE) entry = lists.entry[at_entry++];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
+      for (int nt = 0; nt < NT && LIST != ALONE; ++nt) {
         const int at = nt * 8 + g;
         const int place = round != CODE ? lists.order[entry.first + (at < entry.count ? at : 0)] : 0;
         rows.at[nt] = (round != CODE ? p.x : reinterpret_cast<const uint16_t*>(p.weights)) + static_cast<int64_t>(place / p.top_k) * p.k + t * 8;
@@ -169,7 +173,7 @@ template <int NT, Source LIST, int DEPTH = UP_DEPTH> __device__ __forceinline__ 
           if (round != CODE && p.factors) factor[nt][c] = p.factors[lists.order[entry.first + (mine < entry.count ? mine : 0)] / p.top_k] * SCALED;
         }
       }
-      rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
+      if (LIST != ALONE) rows.touch(begin * STEP, 2 * min(count, p.k / STEP - begin), t);
       if (AHEAD) rows.load(x, min(begin, p.steps - 1) * STEP, p.k, whole);
     }
     const int count_now = round == CODE ? min(count, 1) : count;
@@ -280,6 +284,7 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
   __shared__ uint16_t order[PLACES];
   __shared__ bool chosen[PLACES];
   const Down& p = all.down;
+  let_successor_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, tile = blockIdx.x;
   const uint32_t ring = smem_addr(shared) + warp * 2 * PAIR_BYTES;
   uint8_t* words = shared + WARPS * 2 * PAIR_BYTES;
@@ -354,7 +359,6 @@ template <int NT> __device__ __forceinline__ void down_sum(const DownSum& all) {
   __syncthreads();
   float* outputs = reinterpret_cast<float*>(words);
   wait_for_predecessor();
-  let_successor_start();
 
   uint32_t slot = ring;
 #pragma unroll 1
@@ -412,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_16(const __
 extern "C" __global__ void __launch_bounds__(256, DOWN_SUM) down_sum_32(const __grid_constant__ DownSum p) { down_sum<4>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) gate_up_8(const __grid_constant__ GateUp p) { gate_up<1, READ>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) gate_up_built(const __grid_constant__ GateUp p) { gate_up<1, BUILT>(p); }
-extern "C" __global__ void __launch_bounds__(256, 3) gate_up_alone(const __grid_constant__ GateUp p) { gate_up<1, ALONE, 3>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up_alone(const __grid_constant__ GateUp p) { gate_up<1, ALONE, 2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) gate_up_16(const __grid_constant__ GateUp p) { gate_up<2, READ>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) gate_up_32(const __grid_constant__ GateUp p) { gate_up<4, READ>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) down_8(const __grid_constant__ Down p) { down<1>(p); }

@@ -6,7 +6,7 @@
 #include "cluster.cuh"
 #include "dense.cuh"
 
-constexpr int FEW = 4, DEPTH = 8;  // rows; units of a warp's ring
+constexpr int FEW = 4, DEPTH = 4;  // rows; units of a warp's ring: more on their way only stand in the way of activations
 
 // grid (cluster, 1, tiles of the jobs; beyond them, as many as it takes, blocks that store latents)
 template <bool NORM, bool LATENTS, int ROWS, bool COMBINES = false> __device__ __forceinline__ void few(const Dense& p) {

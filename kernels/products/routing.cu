@@ -30,78 +30,83 @@ __device__ __forceinline__ uint32_t hash(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// One block, one row: thread e has expert e. Every warp sorts out its best, then their bests are ranked. `code`: gates are not there yet,
-// and nothing is stored.
+// How many of eight keys in a row are larger.
+__device__ __forceinline__ int larger_of_8(const uint32_t* keys, uint32_t than) {
+  const uint4 a = reinterpret_cast<const uint4*>(keys)[0], b = reinterpret_cast<const uint4*>(keys)[1];
+  return (a.x > than) + (a.y > than) + (a.z > than) + (a.w > than) + (b.x > than) + (b.y > than) + (b.z > than) + (b.w > than);
+}
+
+// One block, one row: thread e has expert e. Every warp sorts out its best, then their bests are ranked, by counting who is better. `code`:
+// gates are not there yet, and nothing is stored.
 __device__ __forceinline__ void choose(const Routing& p, const Lists& lists, int row, bool code) {
-  __shared__ uint32_t best_keys[WARPS][MAX_TOP];
-  __shared__ float best_scores[WARPS][MAX_TOP];
-  __shared__ int best_ids[WARPS][MAX_TOP];
+  __shared__ __align__(16) uint32_t keys[MAX_EXPERTS];
+  __shared__ __align__(16) uint32_t best_keys[WARPS * MAX_TOP];  // [warp][top_k], or [warp][SHORT_TOP]
+  __shared__ float best_scores[WARPS * MAX_TOP];
+  __shared__ int best_ids[WARPS * MAX_TOP];
+  __shared__ int chosen_ids[SHORT_TOP];
+  __shared__ __align__(16) float chosen_scores[SHORT_TOP];
   const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
+  const bool live = code || row < p.counts[0];  // asked for together with the gates
   float score = 0;
-  uint32_t key = 0;  // as an integer of the same order, so that a warp finds its largest in one instruction; 0 = none
+  uint32_t key = 1;  // as an integer of the same order; 1 = none
   if (e < p.experts) {
     const float gate = code ? 0.0f : p.gates[static_cast<int64_t>(row) * p.experts + e];
     score = 1.0f / (1.0f + expf(-gate));
     const float k = (p.uniform ? static_cast<float>(hash(hash(p.layer * 4099 + row) + e) >> 8) : score + p.bias[e]) + 0.0f;
     const uint32_t bits = __float_as_uint(k);
-    if (k == k) key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // NaN is never chosen
+    if (k == k) key = (bits & 0x80000000u ? ~bits : bits | 0x80000000u) + 1;  // NaN is never chosen
   }
-  for (int i = 0; i < p.top_k; ++i) {
-    const uint32_t top = __reduce_max_sync(~0u, key);
-    const uint32_t holders = __ballot_sync(~0u, key == top);
-    if (lane == __ffs(holders) - 1) {
-      best_keys[warp][i] = top, best_scores[warp][i] = score, best_ids[warp][i] = e;
-      key = 0;
-    }
-  }
-  if (p.top_k <= SHORT_TOP && lane < SHORT_TOP - p.top_k) best_keys[warp][p.top_k + lane] = 0;
+  keys[e] = key;
+  __syncwarp();
+  // Of equal keys the lower expert's is better.
+  int rank = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
+#pragma unroll
+  for (int i = 0; i < 32; i += 8) rank += larger_of_8(keys + warp * 32 + i, key);
+  const int kept = max(p.top_k, SHORT_TOP);
+  if (rank < kept) best_keys[warp * kept + rank] = key, best_scores[warp * kept + rank] = score, best_ids[warp * kept + rank] = e;
+  if (e < SHORT_TOP) chosen_ids[e] = -1, chosen_scores[e] = 0;
   __syncthreads();
   int id = -1;  // lane i of warp 0: choice i
   float chosen = 0;
   if (p.top_k <= SHORT_TOP) {
-    // Four threads a candidate count how many are better: lists ascend in ids, so of equal keys the earlier one is.
-    __shared__ int chosen_ids[SHORT_TOP];
-    __shared__ float chosen_scores[SHORT_TOP];
-    static_assert(WARPS * SHORT_TOP * 4 == MAX_EXPERTS, "a thread for each quarter");
-    const int mine = e / 4, list = mine / SHORT_TOP, quarter = e % 4;
-    if (e < SHORT_TOP) chosen_ids[e] = -1, chosen_scores[e] = 0;
-    __syncthreads();
-    const uint32_t own = best_keys[list][mine % SHORT_TOP];
+    // Four threads a candidate count how many are better; lists ascend in experts, and each is sorted.
+    static_assert(WARPS * SHORT_TOP == 4 * 32 && MAX_EXPERTS == 4 * 4 * 32, "a thread for each quarter");
+    const int mine = e / 4, quarter = e % 4;
+    const uint32_t own = best_keys[mine];
     int better = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS / 4; ++w)
-#pragma unroll
-      for (int i = 0; i < SHORT_TOP; ++i) {
-        const int other = (quarter * (WARPS / 4) + w) * SHORT_TOP + i;
-        const uint32_t k = best_keys[quarter * (WARPS / 4) + w][i];
-        better += k > own || (k == own && other < mine);
-      }
+    for (int list = quarter * 4; list < quarter * 4 + 4; ++list)
+      better += list == mine / SHORT_TOP ? mine % SHORT_TOP : larger_of_8(best_keys + list * SHORT_TOP, own - (list < mine / SHORT_TOP));
     better += __shfl_xor_sync(~0u, better, 1);
     better += __shfl_xor_sync(~0u, better, 2);
-    if (quarter == 0 && own != 0 && better < p.top_k)
-      chosen_ids[better] = best_ids[list][mine % SHORT_TOP], chosen_scores[better] = best_scores[list][mine % SHORT_TOP];
+    if (quarter == 0 && own > 1 && better < p.top_k) chosen_ids[better] = best_ids[mine], chosen_scores[better] = best_scores[mine];
     __syncthreads();
     if (warp > 0) return;
     if (lane < p.top_k) id = chosen_ids[lane], chosen = chosen_scores[lane];
   } else {
     if (warp > 0) return;
     int at = 0;  // lane w < WARPS: place in the list of warp w
-    uint32_t head = lane < WARPS ? best_keys[lane][0] : 0;
+    uint32_t head = lane < WARPS ? best_keys[lane * kept] : 0;
     for (int i = 0; i < p.top_k; ++i) {
       const uint32_t top = __reduce_max_sync(~0u, head);
-      if (top == 0) break;
+      if (top <= 1) break;
       // Lists ascend in ids: the first lane with the largest key has the lowest id.
       const int winner = __ffs(__ballot_sync(~0u, head == top)) - 1, place = __shfl_sync(~0u, at, winner);
-      if (lane == i) id = best_ids[winner][place], chosen = best_scores[winner][place];
-      if (lane == winner) ++at, head = at < p.top_k ? best_keys[lane][at] : 0;
+      if (lane == i) id = best_ids[winner * kept + place], chosen = best_scores[winner * kept + place];
+      if (lane == winner) ++at, head = at < p.top_k ? best_keys[lane * kept + at] : 0;
     }
   }
   // The sum in the order of the choice.
   float sum = 0;
-  for (int i = 0; i < p.top_k; ++i) sum += __shfl_sync(~0u, chosen, i);
+  if (p.top_k <= SHORT_TOP) {
+#pragma unroll
+    for (int i = 0; i < SHORT_TOP; ++i) sum += chosen_scores[i];
+  } else {
+    for (int i = 0; i < p.top_k; ++i) sum += __shfl_sync(~0u, chosen, i);
+  }
   sum += 1e-20f;
   if (lane < p.top_k && !code) {
-    lists.ids[row * p.top_k + lane] = id;
+    lists.ids[row * p.top_k + lane] = live ? id : -1;
     lists.weights[row * p.top_k + lane] = chosen / sum * p.scaling;
   }
   if (p.rows > 1 || p.built || code) return;
@@ -210,8 +215,7 @@ extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route(const __grid_con
   // Twice: the first time only brings the code near, while the predecessor runs.
   for (bool code = unknown(true);; code = false) {
     if (!code) wait_for_predecessor();
-    if (code || blockIdx.x < p.counts[0]) choose(p, lists, blockIdx.x, code);
-    else if (threadIdx.x < p.top_k) lists.ids[blockIdx.x * p.top_k + threadIdx.x] = -1;
+    choose(p, lists, blockIdx.x, code);
     if (!code) break;
   }
   if (p.built) return;

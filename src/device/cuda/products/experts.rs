@@ -25,9 +25,9 @@ const TOGETHER: usize = 64;
 /// Warps of a block, each with its slice of k.
 pub(super) const WARPS: usize = 8;
 /// Bytes of the weight rings of one block, first and second product.
-const UP_RINGS: usize = WARPS * 4 * STEP_BYTES;
+const UP_RINGS: usize = WARPS * 3 * STEP_BYTES;
 /// The same of the first product for a row alone.
-const ALONE_RINGS: usize = WARPS * 3 * STEP_BYTES;
+const ALONE_RINGS: usize = WARPS * 2 * STEP_BYTES;
 const DOWN_RINGS: usize = WARPS * 6 * STEP_BYTES;
 /// The same of the second product where it sums up by itself, and the rows that its kernels take, with eight choices each.
 const SUM_RINGS: usize = WARPS * 4 * STEP_BYTES;

@@ -9,7 +9,7 @@ use super::super::device::CudaDevice;
 use super::super::rows::CudaRows;
 use super::super::scratch::Use;
 use super::norm::{Latents, Norm, Normed};
-use super::{MAX_SHARED, enqueue_struct, int, tile_of, wide};
+use super::{enqueue_struct, int, tile_of, wide};
 use crate::device::{DeviceError, Mlp, Residual, Result};
 
 /// What becomes of a product's sums.
@@ -106,8 +106,12 @@ pub(super) const SLICES: usize = 8;
 const WANTED_BLOCKS: usize = 192;
 /// Rows up to which few.cu is the faster one.
 pub(super) const FEW_ROWS: usize = 4;
-/// Bytes of the weight rings of one block.
+/// Bytes of shared memory of a block of dense.cu, beside what the others of a cluster send: rings of weights, in whose place its sums go. The
+/// rings take half; with less, blocks of later launches come in sooner, and the weights they send for stand in the way (drafter 4 % slower).
 const RINGS: usize = SLICES * 8 * 1024;
+/// Units of k that a warp's ring holds in few.cu, and most bytes of its rows there.
+const FEW_RING: usize = 4;
+const FEW_BYTES: usize = 4096;
 
 /// How a launch over `tiles` tiles of 16 weight rows cuts `units` units of k: `(groups of eight slices, units of a slice)`. Depends
 /// on the matrices alone, never on the rows: it fixes the order of every sum.
@@ -119,9 +123,14 @@ pub(super) fn cut(tiles: usize, units: usize) -> (usize, usize) {
     (groups, units.div_ceil(SLICES * groups))
 }
 
+/// Bytes of bf16 rows, in one or two terms, that a warp of few.cu keeps.
+fn few_bytes(slice: usize, terms: usize, rows: usize) -> usize {
+    terms * rows * (slice | 1) * 64
+}
+
 /// Dynamic shared memory of few.cu: weights, bf16 rows in one or two terms, and what the other blocks of a cluster send.
 fn few_shared(slice: usize, groups: usize, terms: usize, rows: usize) -> usize {
-    SLICES * (slice.min(8) * 1024 + terms * rows * (slice | 1) * 64) + (groups - 1) * (512 + FEW_ROWS * 4)
+    SLICES * (slice.min(FEW_RING) * 1024 + few_bytes(slice, terms, rows)) + (groups - 1) * (512 + FEW_ROWS * 4)
 }
 
 impl CudaDevice {
@@ -196,8 +205,9 @@ impl CudaDevice {
         if let Input::Normed(_) = input {
             self.reserve(rows, k, pairs)?;
         }
-        let shared = few_shared(slice, groups, if pairs { 2 } else { 1 }, rows);
-        if rows <= FEW_ROWS && shared <= MAX_SHARED as usize {
+        let terms = if pairs { 2 } else { 1 };
+        if rows <= FEW_ROWS && few_bytes(slice, terms, rows) <= FEW_BYTES {
+            let shared = few_shared(slice, groups, terms, rows);
             if let Input::Normed(normed) = input {
                 dense.norm = normed.on_the_way(gpu, self.factors(rows)?);
             }
@@ -327,6 +337,7 @@ impl CudaDevice {
 
 #[cfg(test)]
 mod tests {
+    use super::super::MAX_SHARED;
     use super::*;
 
     #[test]
@@ -338,7 +349,8 @@ mod tests {
             assert!(groups * SLICES * slice >= units, "{n} x {k}: {groups} groups of 8 x {slice} cover {units}");
             assert!((groups - 1) * SLICES * slice < units, "{n} x {k}: the last group is empty");
         }
-        assert!(few_shared(14, 2, 1, 4) <= MAX_SHARED as usize && few_shared(7, 4, 2, 4) <= MAX_SHARED as usize, "the shapes of K2.6 fit");
+        assert!(few_bytes(14, 1, 4) <= FEW_BYTES && few_bytes(7, 2, 4) <= FEW_BYTES, "the layers of K2.6 take few.cu");
+        assert!(SLICES * (FEW_RING * 1024 + FEW_BYTES) + 3 * (512 + FEW_ROWS * 4) <= MAX_SHARED as usize, "whatever takes it fits");
         assert_eq!(cut(132, 224), (2, 14), "q_a and kv_a: two blocks a multiprocessor");
     }
 
