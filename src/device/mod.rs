@@ -522,6 +522,11 @@ pub trait Device: Sized + 'static {
     /// Every buffer has its final size: from here on nothing may be allocated.
     fn settle(&self) {}
 
+    /// Buffers that operations made so far on the device's memory: once settled, the same after any number of rounds.
+    fn allocations(&self) -> u64 {
+        0
+    }
+
     // ----- looking in
 
     /// Below this difference in log-probability two best tokens may change places between baseline and custom kernel, because both

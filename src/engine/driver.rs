@@ -34,6 +34,8 @@ pub trait Driver {
     fn info(&self) -> &ModelInfo;
     /// What does the arithmetic.
     fn device(&self) -> DeviceIdentity;
+    /// See [`Device::allocations`], of rank 0.
+    fn allocations(&self) -> u64;
     /// See [`Device::TIE_MARGIN`].
     fn tie_margin(&self) -> f32;
     /// A sign of life for the watchdog.
@@ -79,6 +81,10 @@ impl<D: Device> Driver for Engine<D> {
 
     fn device(&self) -> DeviceIdentity {
         Engine::device(self)
+    }
+
+    fn allocations(&self) -> u64 {
+        Engine::allocations(self)
     }
 
     fn tie_margin(&self) -> f32 {

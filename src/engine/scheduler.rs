@@ -82,6 +82,11 @@ impl<D: Device> Engine<D> {
         self.ranks.identity()
     }
 
+    /// See [`Device::allocations`], of rank 0.
+    pub fn allocations(&self) -> u64 {
+        self.ranks.allocations()
+    }
+
     pub fn info(&self) -> &ModelInfo {
         &self.setup.info
     }

@@ -102,6 +102,11 @@ impl<D: Device> Ranks<D> {
         self.first.device.identity()
     }
 
+    /// See [`Device::allocations`], of rank 0.
+    pub fn allocations(&self) -> u64 {
+        self.first.device.allocations()
+    }
+
     /// Rank 0.
     pub fn first(&mut self) -> &mut Executor<D> {
         &mut self.first

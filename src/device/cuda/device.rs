@@ -76,11 +76,6 @@ impl CudaDevice {
         Ok(self.staging.borrow_mut().upload_parts(&self.gpu, parts)?)
     }
 
-    /// Allocations of scratch and recordings of rounds so far: neither grows once every bucket has been seen.
-    pub fn growth(&self) -> (u64, usize) {
-        (self.scratch.borrow().allocations, self.graphs.len())
-    }
-
     /// Plants a fault in the custom verify kernel's inputs.
     pub fn plant(&mut self, fault: Option<KernelFault>) {
         self.fault = fault;
@@ -360,6 +355,10 @@ impl Device for CudaDevice {
         if let Some(collective) = &self.collective {
             collective.settle();
         }
+    }
+
+    fn allocations(&self) -> u64 {
+        self.scratch.borrow().allocations
     }
 
     fn identity(&self) -> DeviceIdentity {

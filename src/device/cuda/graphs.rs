@@ -25,16 +25,6 @@ impl Graphs {
         self.settled.set(true);
     }
 
-    /// Graphs captured so far.
-    pub fn len(&self) -> usize {
-        self.recorded.borrow().len()
-    }
-
-    /// Whether none was captured.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// Replays the graph of `bucket`, capturing it from `body` if there is none; without a bucket, or before settling, runs `body`.
     pub fn run(&self, gpu: &Gpu, bucket: Option<Bucket>, verify: Verify, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let Some(bucket) = bucket.filter(|_| self.settled.get()) else { return body() };
