@@ -11,7 +11,7 @@
 // A scheduler has one scorer, a gatherer of each half and a keeper. Whatever passes from one role to another is told by mbarriers:
 // `full` and `empty` of a place in the ring, `scored` and `read` of the scores, `ready` and `taken` of the two places for P. P travels as
 // the A fragment that the gatherer needs. Gatherers read V of a tile whose `full` they have not seen themselves: its keepers had `scored`
-// from scorers who had.
+// from scorers who had. For the same reason only gatherers say that a place is `empty`: the scorers had read the tile before they.
 //
 // Registers are what is scarce: what all lanes of a warp agree on is kept `uniform`, addresses in shared memory are numbers that differ
 // by constants.
@@ -247,7 +247,6 @@ struct Scorer : Worker {
       for (; tile != end; ++tile) {
         bool read = false;
         multiply(tile, read, arrived);
-        arrive(empty(tile));
         if (!read) mbarrier_wait(half() + offsetof(Half, read), (tile - 1) & 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -469,8 +468,10 @@ struct Gatherer : Worker {
     uint32_t a[2][4], v[4], at = values + stage(tile);
 #pragma unroll
     for (int i = 0; i < 2; ++i) load_16(a[i], mine + offsetof(Half, probabilities) + 1024 * (tile & 1) + 512 * i);
-    if (__float_as_int(note.x) == tile) rescale(tile, 0);
-    if (__float_as_int(note.y) == tile) rescale(tile, 1);
+    if (__builtin_expect(__float_as_int(note.x) == tile || __float_as_int(note.y) == tile, 0)) {   // one branch where there is nothing to do
+      if (__float_as_int(note.x) == tile) rescale(tile, 0);
+      if (__float_as_int(note.y) == tile) rescale(tile, 1);
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       at ^= turned(n);
@@ -528,7 +529,7 @@ struct Gatherer : Worker {
 
 __device__ inline void start_barriers(Shared& sm) {
   auto init = [](uint64_t& bar, int warps) { mbarrier_init(smem_addr(&bar), warps * kTakers); };
-  for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1), init(sm.empty[s], kScorers + kGatherers);
+  for (int s = 0; s < kStages; ++s) mbarrier_init(smem_addr(&sm.full[s]), 1), init(sm.empty[s], kGatherers);
   for (Half& half : sm.halves) {
     init(half.scored, kScorers / 2), init(half.read, kKeepers / 2);
     for (int i = 0; i < 2; ++i) init(half.ready[i], kKeepers / 2), init(half.taken[i], kGatherers / 2), half.notes[i] = make_int2(-1, -1);
