@@ -247,14 +247,27 @@ with Server(engine="max_model_len = 8192") as server:
         assert time.time() - begun < 8, f"dripping clients held on for {time.time() - begun:.1f} s"
         server.alive()
 
-    @outcome("200 connections over the limit")
+    @outcome("200 connections over the limit, all silent")
     def _():
         sockets = [server.connect(10) for _ in range(264)]
-        told = 0
-        for sock in sockets[64:]:
-            told += b"503" in read_all(sock)
+        begun = time.time()
+        assert server.get("/health")[0] == 200, "silent connections keep a request out"
+        closed = sum(read_all(sock) == b"" for sock in sockets[:200])
+        assert closed == 200 and time.time() - begun < 2, f"{closed} of the 200 oldest made room in {time.time() - begun:.1f} s"
         for sock in sockets:
             sock.close()
+        server.alive()
+
+    @outcome("200 connections over the limit, all others busy")
+    def _():
+        busy = [server.open_stream(long(4000)) for _ in range(64)]
+        for sock in busy:
+            sock.settimeout(10)
+            assert sock.recv(12) == b"HTTP/1.1 200"
+        told = sum(b"503" in read_all(server.connect(10)) for _ in range(200))
+        for sock in busy:
+            sock.close()
+        server.at_rest(5)
         assert told == 200, f"{told} of 200 were told"
         server.alive()
         return f"refused: {server.metric('kdtree:connections_refused_total'):.0f}"

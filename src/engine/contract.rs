@@ -334,3 +334,17 @@ pub struct LayerDiff {
     pub argmax_equal: u64,
     pub rows: u64,
 }
+
+impl LayerDiff {
+    /// Keeps the worst of each layer.
+    pub fn keep_worst(worst: &mut Vec<Self>, new: &[Self]) {
+        worst.resize(worst.len().max(new.len()), Self { cosine: 1.0, ..Self::default() });
+        for (worst, new) in worst.iter_mut().zip(new) {
+            worst.max_abs = worst.max_abs.max(new.max_abs);
+            worst.max_ulp = worst.max_ulp.max(new.max_ulp);
+            worst.cosine = worst.cosine.min(new.cosine);
+            worst.argmax_equal += new.argmax_equal;
+            worst.rows += new.rows;
+        }
+    }
+}

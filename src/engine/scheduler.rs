@@ -426,7 +426,7 @@ impl<D: Device> Engine<D> {
     fn report(&mut self, shares: &[Share], outcomes: &[Outcome], took: Duration) {
         let rows_of = |outcome: &Outcome| outcome.tree.as_ref().map_or(0, |tree| tree.rows);
         let validation = if self.setup.verify == Verify::Validate { self.ranks.take_validation() } else { Vec::new() };
-        merge(&mut self.validated, &validation);
+        LayerDiff::keep_worst(&mut self.validated, &validation);
         let report = RoundReport {
             requests: shares.len(),
             rows: outcomes.iter().map(rows_of).sum(),
@@ -484,20 +484,6 @@ impl<D: Device> Engine<D> {
         self.inbox.shared.set_running(running);
         self.setup.observer.queue(self.inbox.shared.waiting(), running);
         self.setup.observer.kv(self.slots.used(), 0);
-    }
-}
-
-/// Keeps the worst of each layer.
-fn merge(worst: &mut Vec<LayerDiff>, new: &[LayerDiff]) {
-    if worst.len() < new.len() {
-        worst.resize(new.len(), LayerDiff { cosine: 1.0, ..LayerDiff::default() });
-    }
-    for (worst, new) in worst.iter_mut().zip(new) {
-        worst.max_abs = worst.max_abs.max(new.max_abs);
-        worst.max_ulp = worst.max_ulp.max(new.max_ulp);
-        worst.cosine = worst.cosine.min(new.cosine);
-        worst.argmax_equal += new.argmax_equal;
-        worst.rows += new.rows;
     }
 }
 

@@ -143,23 +143,11 @@ fn generate(driver: &mut dyn Driver, set: &PromptSet, passes: &[Pass]) -> Result
         if results.iter().any(|result| result.end.as_ref().is_ok_and(|end| end.reason == FinishReason::Abort)) {
             return Err(RunError::Stopped);
         }
-        keep_worst(&mut layers, &driver.take_validation());
+        LayerDiff::keep_worst(&mut layers, &driver.take_validation());
         outputs.push(Output { pass, results, seconds: began.elapsed().as_secs_f64() });
     }
     driver.say(format!("gate {total}/{total}"));
     Ok((outputs, layers))
-}
-
-/// The worst of each layer over all passes.
-fn keep_worst(worst: &mut Vec<LayerDiff>, new: &[LayerDiff]) {
-    worst.resize(worst.len().max(new.len()), LayerDiff { cosine: 1.0, ..LayerDiff::default() });
-    for (worst, new) in worst.iter_mut().zip(new) {
-        worst.max_abs = worst.max_abs.max(new.max_abs);
-        worst.max_ulp = worst.max_ulp.max(new.max_ulp);
-        worst.cosine = worst.cosine.min(new.cosine);
-        worst.argmax_equal += new.argmax_equal;
-        worst.rows += new.rows;
-    }
 }
 
 /// Every output against the first one.

@@ -87,9 +87,4 @@ impl Scratch {
     pub fn freeze(&mut self) {
         self.frozen = true;
     }
-
-    /// Bytes of all buffers.
-    pub fn bytes(&self) -> usize {
-        self.buffers.iter().flatten().map(CudaSlice::len).sum()
-    }
 }

@@ -170,10 +170,6 @@ impl Partials {
         let ml = gpu.stream.alloc_zeros((count * rows * 4).max(1)).during("allocating partial sums")?;
         Ok(Self { count, o, ml })
     }
-
-    fn bytes(&self) -> usize {
-        (self.o.len() + self.ml.len()) * 4
-    }
 }
 
 /// Loaded kernels and their scratch.
@@ -227,11 +223,6 @@ impl Verify {
             fast,
             exact,
         })
-    }
-
-    /// Bytes of scratch allocated.
-    pub fn scratch_bytes(&self) -> usize {
-        self.joined.bytes() + self.merged.bytes() + self.limits.rows * 16
     }
 
     /// Query rows (draft rows x heads) a block of `fast` works on.

@@ -5,11 +5,10 @@ use std::time::Instant;
 
 use hyper::{Response, StatusCode};
 use serde::Serialize;
-use serde_json::json;
 
 use super::chat_request::ChatRequest;
 use super::logprobs::{self, ChatLogprobs, PromptLogprobs};
-use super::stream::{Chunk, Shape, Streamed, trace};
+use super::stream::{Chunk, Shape, Streamed};
 use super::types::{CompletionDetails, Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
 use crate::engine::contract::{Event, FinishReason, Finished, Request, Token};
 use crate::model::tokenizer::Tokenizer;
@@ -230,9 +229,7 @@ impl Shape for Chat {
 
     fn event(&mut self, choice: usize, event: Event, out: &mut Vec<u8>) {
         if let Event::Round(round) = &event {
-            let mut chunk = Chunk::<ChoiceDelta>::new(&self.head, OBJECT, &[], None);
-            chunk.kdtree = Some(json!({"round": trace(&self.tokenizer, choice, round)}));
-            sse::event(out, &chunk);
+            sse::event(out, &Chunk::<ChoiceDelta>::traced(&self.head, OBJECT, &self.tokenizer, choice, round));
         }
         for delta in self.take(choice, &event) {
             self.write(delta, out);
@@ -241,9 +238,7 @@ impl Shape for Chat {
 
     fn end(&mut self, out: &mut Vec<u8>) {
         if self.request.common.include_usage {
-            let mut chunk = Chunk::<ChoiceDelta>::new(&self.head, OBJECT, &[], Some(Some(self.usage)));
-            chunk.metrics = Some(self.speculation.metrics());
-            sse::event(out, &chunk);
+            sse::event(out, &Chunk::<ChoiceDelta>::whole(&self.head, OBJECT, &[], self.usage, self.speculation.metrics()));
         }
     }
 }

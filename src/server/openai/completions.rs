@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::logprobs::{self, PromptLogprobs, TextLogprobs};
 use super::params::{Common, token_id};
-use super::stream::{Chunk, Shape, Streamed, trace};
+use super::stream::{Chunk, Shape, Streamed};
 use super::types::{Head, SpeculationSum, StopReason, Usage, finish_reason, stop_reason};
 use crate::engine::contract::{Event, Finished, Request, Token, TokenLogprob};
 use crate::model::tokenizer::Tokenizer;
@@ -326,9 +326,7 @@ impl Shape for Completion {
 
     fn event(&mut self, choice: usize, event: Event, out: &mut Vec<u8>) {
         if let Event::Round(round) = &event {
-            let mut chunk = Chunk::<Delta>::new(&self.head, OBJECT, &[], None);
-            chunk.kdtree = Some(json!({"round": trace(&self.tokenizer, choice, round)}));
-            sse::event(out, &chunk);
+            sse::event(out, &Chunk::<Delta>::traced(&self.head, OBJECT, &self.tokenizer, choice, round));
         }
         if let Some(delta) = self.take(choice, &event) {
             self.write(delta, out);
@@ -337,9 +335,7 @@ impl Shape for Completion {
 
     fn end(&mut self, out: &mut Vec<u8>) {
         if self.request.common.include_usage {
-            let mut chunk = Chunk::<Delta>::new(&self.head, OBJECT, &[], Some(Some(self.usage)));
-            chunk.metrics = Some(self.speculation.metrics());
-            sse::event(out, &chunk);
+            sse::event(out, &Chunk::<Delta>::whole(&self.head, OBJECT, &[], self.usage, self.speculation.metrics()));
         }
     }
 }

@@ -85,14 +85,19 @@ impl<'a, C: Serialize> Chunk<'a, C> {
         Self { id: &head.id, object, created: head.created, model: &head.model, choices, usage, metrics: None, kdtree: None }
     }
 
-    /// The answer of a request that is not streamed.
+    /// The answer of a request that is not streamed; without choices, the last chunk of one that is.
     pub fn whole(head: &'a Head, object: &'static str, choices: &'a [C], usage: Usage, metrics: RequestMetrics) -> Self {
         Self { metrics: Some(metrics), ..Self::new(head, object, choices, Some(Some(usage))) }
     }
+
+    /// What a round did, for whoever asked for `trace`.
+    pub fn traced(head: &'a Head, object: &'static str, tokenizer: &Tokenizer, choice: usize, round: &RoundTrace) -> Self {
+        Self { kdtree: Some(json!({"round": trace(tokenizer, choice, round)})), ..Self::new(head, object, &[], None) }
+    }
 }
 
-/// The tree of one round, with the text of each row, for whoever asked for `trace`.
-pub fn trace(tokenizer: &Tokenizer, choice: usize, round: &RoundTrace) -> Value {
+/// The tree of one round, with the text of each row.
+fn trace(tokenizer: &Tokenizer, choice: usize, round: &RoundTrace) -> Value {
     let texts: Vec<_> = round.tokens.iter().map(|id| logprobs::shown(tokenizer, *id)).collect();
     json!({
         "choice": choice,
