@@ -54,10 +54,10 @@ fn alone(rows: usize) -> Size {
 }
 
 /// A stream of random numbers.
-struct Random(u64, u64);
+pub(super) struct Random(pub u64, pub u64);
 
 impl Random {
-    fn next(&mut self) -> f64 {
+    pub fn next(&mut self) -> f64 {
         self.1 += 1;
         uniform(self.0, self.1)
     }
@@ -360,7 +360,7 @@ fn a_request_that_drafts_well_is_found_among_many_that_do_not() {
 }
 
 /// A card on which the drafter's pass is a step and rows come in powers of two: microseconds as measured with 1, 8 and 32 requests.
-fn card(size: Size) -> f64 {
+pub(super) fn card(size: Size) -> f64 {
     let by = |points: &[(f64, f64)]| {
         let x = (size.rows.next_power_of_two() as f64).log2();
         let at = points.partition_point(|&(knot, _)| knot < x).clamp(1, points.len() - 1);

@@ -9,7 +9,7 @@ use super::super::joint::{self, Load};
 use super::super::population::{Population, Record};
 use super::super::round_cost::{RoundCost, Size};
 use super::super::tree::Tree;
-use super::super::uniform::uniform;
+use super::tests::{Random, card};
 use super::{AutoBudget, LADDER};
 
 const DRAFTS: &[u8] = include_bytes!("../../tests/golden/drafts.bin");
@@ -77,34 +77,10 @@ impl Draft<'_> {
     }
 }
 
-/// Microseconds of a round on an H200, as measured with 1, 8 and 32 requests. Rows come in powers of two.
-fn card(size: Size) -> f64 {
-    let by = |points: &[(f64, f64)]| {
-        let x = (size.rows.next_power_of_two() as f64).log2();
-        let at = points.partition_point(|&(knot, _)| knot < x).clamp(1, points.len() - 1);
-        let ((a, low), (b, high)) = (points[at - 1], points[at]);
-        low + (high - low) * ((x - a) / (b - a)).clamp(0.0, 1.0)
-    };
-    match size.drafting {
-        0 => by(&[(0.0, 158.0), (3.0, 198.0), (5.0, 228.0)]),
-        _ => by(&[(2.0, 270.0), (3.0, 284.0), (4.0, 303.0), (5.0, 325.0), (6.0, 360.0), (7.0, 410.0), (8.0, 550.0), (9.0, 700.0)]),
-    }
-}
-
 /// Microseconds of recording a round of a new size.
 const RECORDING: f64 = 3_000.0;
 
-/// A stream of random numbers.
-struct Random(u64, u64);
-
-impl Random {
-    fn next(&mut self) -> f64 {
-        self.1 += 1;
-        uniform(self.0, self.1)
-    }
-}
-
-/// A server on that card.
+/// A server on a card ([`card`]).
 struct Server {
     cost: RoundCost,
     population: Population,
